@@ -72,7 +72,7 @@ def initialize(
 ) -> Engine:
     """Places ``model`` on the grid of ranks that ``config`` describes, and returns its training engine. Collective.
 
-    Starts the process group (NCCL on GPUs, gloo otherwise) if there is none. Freezes parameters that nothing updates.
+    Starts a process group (NCCL on GPUs, else gloo) if there is none. Freezes parameters that no optimizer updates.
 
     Args:
         model: a module, or a callable that builds one, equal on all ranks. DDP and torch.compile are unwrapped.

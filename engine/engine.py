@@ -205,7 +205,7 @@ class Engine(TrainingLoop, NamedState):
 
         Raises:
             EngineError: the batch is malformed, or differs between the ranks of one model copy; all ranks raise, and
-                nothing is updated. Other failures have this effect only without tensor ranks, pipeline ranks and
+                nothing is updated. Other failures have both effects only without tensor ranks, pipeline ranks and
                 sharded parameters; with them, the failing rank raises at once and the job ends. All ranks raise after
                 ``max_skipped_steps`` skipped steps in a row.
         """
@@ -342,8 +342,8 @@ class Engine(TrainingLoop, NamedState):
     def serve(self, functions: Mapping[str, ServedFunction] | None = None, settings: ServeConfig | None = None) -> None:
         """Serves this engine to clients over HTTP until rank 0 gets SIGTERM or SIGINT. Collective.
 
-        ``functions``: functions that clients may call by name. ``settings``: address, limits and folder; None: the
-        configured ones. Raises the same errors as :func:`engine.serve`.
+        ``functions``: functions that clients may call by name. ``settings``: address, limits and folder for
+        saved weights; None: the configured ones. Raises the same errors as :func:`engine.serve`.
         """
         # by its name, because the service is built of engines
         import_module("engine.serving.host.service").serve(self, functions, settings)
@@ -393,7 +393,7 @@ class Engine(TrainingLoop, NamedState):
         """Continues from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
         Returns the checkpoint's client state; if it is a dict, iteration over it raises, because DeepSpeed returns a
-        pair. Every block that is read is checked.
+        pair. The hash of each file block read is checked.
 
         Args:
             folder: folder of the run, or of one checkpoint; None: ``checkpoint.folder``.
@@ -477,7 +477,8 @@ class Engine(TrainingLoop, NamedState):
     def add_callback(self, callback: Callable[[StepReport], object]) -> None:
         """Registers ``callback``, which every later training step on this rank calls with its report.
 
-        An exception of ``callback`` ends the step's call. A callback that communicates must be added on all ranks.
+        An exception of ``callback`` reaches the caller of the step, after the update. A callback that communicates
+        must be added on all ranks.
         """
         self._parts.reports.tell(callback)
 

@@ -23,7 +23,7 @@ class TrainingLoop:
     """Engine methods for a training loop in the user's code: forward (``eng(batch)``), ``backward``, ``step`` and
     others.
 
-    With pipeline parallelism, call ``open_pipeline`` first; otherwise most of them raise.
+    With pipeline parallelism, call ``open_pipeline`` first; otherwise forward, ``backward`` and ``step`` raise.
     """
 
     _parts: EngineParts
@@ -175,8 +175,8 @@ class TrainingLoop:
     def guard_gradients(self, around: nn.Module | None = None) -> None:
         """Makes reads of a parameter's ``grad`` raise until the next forward, ``step`` or ``zero_grad``.
 
-        The engine does this itself between a backward and its step, because ``grad`` would be None. A framework that
-        calls ``zero_grad`` only after the step also calls this method.
+        The engine does this itself between a backward and its step, because ``grad`` would be None. A framework with
+        hooks that read gradients after the step also calls this method.
 
         Args:
             around: module by which a framework wraps the model; its ``zero_grad`` then drops the engine's gradients

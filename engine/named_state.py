@@ -50,7 +50,7 @@ class NamedState:
         Other ranks get an empty dict. ``ema`` selects the moving average of trained parameters. A schedule-free
         optimizer gives its averaged weights; ``masters`` yields its training weights.
 
-        fp32 masters are gathered over dp, one flat buffer at a time, then row by row over tp and pp.
+        fp32 masters are gathered over dp, one flat buffer at a time, then parameter by parameter over tp and pp.
 
         Raises:
             EngineError: inside ``full_parameters`` with sharded parameters; with ``ema``, the run has no moving
@@ -73,7 +73,7 @@ class NamedState:
         shard too. Waits until ``weights_out.deadline`` for receivers of the previous version, then drops that version.
         Sends three small all-reduces over the world, label "start"; frozen quantized weights are gathered once over dp.
 
-        Returns a handle: its ``wait()`` waits for the consumers named in ``weights_out.to``, and its ``url`` is the
+        Returns a handle: its ``wait()`` waits for the receivers in ``weights_out.to``, and its ``url`` is the
         address for receivers.
 
         Raises:
@@ -320,7 +320,8 @@ class NamedState:
 
         Args:
             include: DeepSpeed's names: "optim_states" (moments), "hp_params" (fp32 masters), "lp_params" (parameters,
-                or this rank's shards of them, also frozen ones), "lp_grads" (gradients and residuals); None: all.
+                or this rank's shards of them, also frozen ones), "lp_grads" (gradients, and rounding errors of
+                quantized ones); None: all.
             device: "cpu", the only supported device.
             pin_memory: page-lock the copies, for faster transfers.
             non_blocking: True: copies may still run when this returns.

@@ -35,7 +35,7 @@ def answered_by(answer: Answer) -> Iterator[None]:
 
 
 def answerable(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns a wrapper of ``function`` that calls it, except inside :func:`answered_by`, where it calls ``answer``."""
+    """Returns a wrapper that calls ``function``, or inside :func:`answered_by` calls the ``answer`` passed to it."""
     known = signature(function)
 
     @wraps(function)

@@ -160,9 +160,9 @@ def measure_model(model: nn.Module, config: Config, request: Request, example: B
 def build(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Checks that models and plans are equal on all ranks, shards ``model``, and returns the objects that run steps.
+    """Shards ``model`` and returns the objects that run steps. Collective over the world.
 
-    ``example``: one microbatch. Collective over the world.
+    Before, raises PlanError on all ranks if models or plans differ between ranks. ``example``: one microbatch.
     """
     check_equal(model, plan, comm, device)
     return assemble_rank(model, plan, comm, device, request, example)

@@ -105,7 +105,7 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
     """Raises on all ranks if weights or plans differ between ranks. All ranks of the world must call it.
 
     If ``initial_weights`` is "rank0", rank 0 first broadcasts its weights. Then one all-reduce compares hashes, label
-    "equal weights". If a hash differs, all-gathers find the ranks and the first parameter.
+    "equal weights". If a hash differs, all-gathers find a differing rank and parameter.
 
     Raises:
         PlanError: parameters, weights or plans differ between ranks.

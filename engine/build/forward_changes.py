@@ -79,7 +79,7 @@ def change_forwards(
 
 
 def own_card(kernels: Kernels) -> str:
-    """Returns the name of this rank's GPU if it decides the choice of kernels (``kernels`` "auto", Triton runs); else
+    """Returns the name of this rank's GPU if kernels are chosen by it (``kernels`` is "auto" and Triton runs); else
     "".
     """
     device = torch.device(find_accelerator() or "cpu")
@@ -89,7 +89,7 @@ def own_card(kernels: Kernels) -> str:
 def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None:
     """Makes all ranks choose kernels by the type of rank 0's GPU. One broadcast.
 
-    Does nothing on CPUs, or in another mode than "auto".
+    Does nothing on CPUs, or if ``kernels`` is not "auto".
 
     Raises:
         ConfigError: rank 0 can run Triton and another rank cannot; all ranks raise it.
@@ -107,10 +107,10 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 
 
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
-    """Fuses unsharded and column-parallel linear layers in ``changes`` with the activations after them.
+    """Fuses the unsharded and column-parallel linear layers that ``changes`` lists with the activations after them.
 
-    With main gradients (accumulation buffers), other unsharded linear layers and embeddings add their weight gradients
-    there.
+    With main gradients (accumulation buffers), backwards of other unsharded linear layers and of embeddings add weight
+    gradients to these buffers.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)

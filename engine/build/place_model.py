@@ -90,8 +90,8 @@ def place_model(
 ) -> tuple[FlatBucket, ...]:
     """Shards ``model`` in place: its parameters become views of flat buckets (1-D tensors) on ``device``.
 
-    Returns the buckets of trainable parameters, then the buckets of frozen ones. With ``request.lender``, frozen
-    parameters (on the meta device) become tensors of that engine.
+    Returns the buckets of trainable parameters, then the buckets of frozen ones. With ``request.lender``, an engine,
+    frozen parameters (on the meta device) become its tensors.
     """
     holder, config, patches = comm.grid.holder(), plan.config, request.patches
     parameters = dict(model.named_parameters())
@@ -175,7 +175,7 @@ class _Parts:
 def borrow(lender: Lender, plan: Plan, holder: ShardHolder) -> Mapping[str, Tensor]:
     """Returns the frozen weights that the engine ``lender`` shares with this engine, by parameter name.
 
-    Frozen parameters in flat buckets are only checked.
+    Leaves out frozen parameters in flat buckets, but checks that ``lender`` has them.
 
     Args:
         holder: tensor, pipeline and expert coordinate of this rank.
@@ -222,7 +222,7 @@ def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device:
 
     Raises:
         ConfigError: the optimizer does not update bucket by bucket.
-        EngineError: the folder cannot be made.
+        EngineError: the folder for the files cannot be made.
     """
     offload, hosted = plan.config.zero_optimization.offload_optimizer, plan.hosted(comm.grid.coord())
     if offload.device != "nvme":

@@ -194,7 +194,7 @@ class CheckpointCoordinator:
             logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
-        """Loads the checkpoint of an earlier call of ``load``, or else ``checkpoint.init_from``. Collective."""
+        """Completes an earlier ``load`` on the sharded model, or else loads ``checkpoint.init_from``. Collective."""
         self._run = RunState(
             model=self._model,
             config=self._config,
@@ -280,8 +280,8 @@ class CheckpointCoordinator:
         return ClientState(user) if isinstance(user, dict) else user
 
     def gather_state(self, average: Average | None = None, keys: Set[str] | None = None) -> dict[str, Tensor]:
-        """Returns the full state dict on rank 0, {} elsewhere. ``average``: weight average in place of the trained
-        weights. ``keys``: selected keys, equal on all ranks; None: all.
+        """Returns the full state dict on rank 0, {} elsewhere. Collective. ``average``: weight average in place of the
+        trained weights. ``keys``: selected keys, equal on all ranks; None: all.
         """
         assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime
@@ -320,8 +320,8 @@ class CheckpointCoordinator:
             checkpoints.export(resolved(folder), shard_bytes)
 
     def after_step(self, made: bool, stops: bool, ends_trial: bool = False) -> None:
-        """Saves after a step if it is due, and before an end: ``stops`` (a rank received SIGTERM) ends the run,
-        ``ends_trial`` a sweep's trial. ``made``: the step updated the weights. All ranks pass the same values.
+        """Saves after a step if a save is due. Also saves before the run ends (``stops``: a rank received SIGTERM) or a
+        trial of a sweep ends (``ends_trial``). ``made``: the step updated the weights. All ranks pass the same values.
 
         Raises:
             SystemExit: status 143, after a committed checkpoint.
@@ -365,8 +365,8 @@ class CheckpointCoordinator:
             raise problem
 
     def release(self) -> None:
-        """Removes the signal handler, unlocks the folders and destroys the CPU process group; may be called twice. A
-        pending save continues in its thread and unlocks the folders at its end.
+        """Removes the signal handler, unlocks the checkpoint folders and destroys the CPU process group; may be called
+        twice. A pending save continues in its thread and unlocks them at its end.
         """
         if self._signal is not None:
             self._signal.remove()

@@ -41,7 +41,7 @@ class Entry:
 
 
 def state_entries(model: nn.Module) -> dict[str, Entry]:
-    """Returns the parameter or buffer of each key of ``model.state_dict()``. Call it before tensors are moved."""
+    """Returns the parameter or buffer of each key of ``model.state_dict()``. Call it before sharding."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     buffers = {id(b): name for name, b in model.named_buffers()}
     entries: dict[str, Entry] = {}

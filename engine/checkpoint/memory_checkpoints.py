@@ -78,7 +78,7 @@ class HostMap:
         return following[self.hosts[host].index(rank) % len(following)] if len(self.hosts) > 1 else None
 
     def kept(self, rank: int) -> list[int]:
-        """Returns the ranks with copies of their files on ``rank``, in ascending order."""
+        """Returns the ranks for which ``rank`` stores copies of their files, in ascending order."""
         return [other for other in sorted(self._host_of) if self.keeper(other) == rank]
 
 

@@ -60,7 +60,7 @@ class MemoryFiles(Files):
         return file
 
     def close(self, file: int) -> None:
-        """Closes an open file. Records its size in ``sizes`` if ``create`` has opened it."""
+        """Closes an open file. If ``create`` has opened it, adds its path and size to the dict ``sizes``."""
         if (path := self._open.pop(file, None)) is not None:
             self.sizes[path] = os.fstat(file).st_size
         os.close(file)

@@ -22,8 +22,8 @@ def published_parts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> 
     """Returns the tensors of a published Hugging Face folder that together form each parameter, by the parameter's key.
 
     Example: a folder has one tensor for each expert, where the model has one stacked parameter. Leaves out a parameter
-    that the folder stores under its own key, or with its elements in another order. Returns {} for models that are not
-    from transformers.
+    that the folder stores under the model's key, or with its elements in another order. Returns {} for models that are
+    not from transformers.
 
     Args:
         shapes: full shape of every parameter, by its key in ``model.state_dict()``.

@@ -93,7 +93,7 @@ class RunState:
 
     @cached_property
     def stored(self) -> tuple[ModelTensor, ...]:
-        """Parameters and buffers that a checkpoint contains: all, or if ``checkpoint.frozen`` is false, ``trained``."""
+        """Parameters and buffers in a checkpoint: all, or no frozen ones if ``checkpoint.frozen`` is false."""
         return self.tensors if self.config.checkpoint.frozen else self.trained
 
     @cached_property

@@ -91,7 +91,7 @@ class Report:
 
 
 def digests(tracked: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the hex sha256 of each registered object's JSON state, by the object's name."""
+    """Returns the hex sha256 of the JSON state of each object registered for checkpointing, by name."""
     return {name: hashlib.sha256(dump({"state": state})).hexdigest() for name, state in tracked.items()}
 
 
@@ -105,8 +105,8 @@ def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
     pieces.
 
     Raises:
-        CheckpointError: a rank has failed; ranks differ in the folder, a registered object's state or optimizer
-            scalars; an element of a tensor was not written exactly once.
+        CheckpointError: a rank has failed; ranks differ in the save folder, in optimizer scalars or in the state of a
+            registered object (such as a sampler); an element of a tensor was not written exactly once.
     """
     merged, numbers = Report(), []
     kinds: dict[str, TensorKind] = {}
@@ -166,7 +166,7 @@ class Saver:
 
     Args:
         ownership: assignment of elements to the ranks that save them.
-        tensors: the tensors of ``model/``, the same on all ranks.
+        tensors: tensors of a checkpoint's folder ``model/``, the same on all ranks.
         host: process group of CPU tensors for all messages of a save.
         lock: callback that locks the folder of a run on rank 0, or raises.
     """
@@ -214,7 +214,8 @@ class Saver:
             keep: number of checkpoints that remain in ``folder``; None: all.
 
         Raises:
-            CheckpointError: a rank has failed; names it, with path and bytes. All ranks raise the same error.
+            CheckpointError: a rank has failed; names the rank, the path and the bytes to write. All ranks raise the
+                same error.
             EngineError: a rank can no longer be reached.
         """
         snapshot, written = self._begin(snapshot, folder, swept=True)

@@ -28,8 +28,8 @@ from engine.zero.optim.master_weights import sync_masters
 
 
 def copy_weights(source: RunState, target: RunState) -> None:
-    """Copies parameters and persistent buffers of ``source`` into ``target``, cast to its dtypes. Collective over the
-    world.
+    """Copies parameters and persistent buffers of ``source`` into ``target``, cast to the target's dtypes. Collective
+    over the world.
 
     Takes fp32 masters of ``source`` in place of rounded weights. The target's optimizer state does not change.
 

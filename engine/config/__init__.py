@@ -287,7 +287,7 @@ class Config:
         return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a dict of JSON values, from which ``load_config`` makes an equal config without ``notes``."""
+        """Returns a dict of JSON values, from which ``load_config`` makes an equal config, without user notes."""
         return dump_section(self)
 
 
@@ -321,7 +321,7 @@ def load_config(
 
 
 def load_raw(source: "ConfigSource", overrides: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Returns the JSON object in a file or dict, unchecked, with the ``overrides`` applied.
+    """Returns the JSON object in a file or dict, unchecked, after ``overrides`` such as "optimizer.params.lr=3e-4".
 
     Raises:
         ConfigError: the file cannot be read, or it contains no JSON object.

@@ -165,8 +165,8 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
 
 
 def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem if ZeRO++ hpZ (secondary parameter shards within each node) is configured without all-gathers to
-    use it.
+    """Adds a problem if ZeRO++ hpZ (secondary parameter shards within each node) is configured below ZeRO 3, or with
+    ``zero_optimization.gather`` "step".
     """
     asked = zero.zero_hpz_partition_size
     if asked in (0, 1):

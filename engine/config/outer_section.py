@@ -37,7 +37,7 @@ DELTA_PERIOD = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptimizerConfig:
-    """Optimizer of the server that merges the weight updates of several sites."""
+    """Optimizer of the server that merges the weight updates of several sites (separate training jobs)."""
 
     type: Literal["SGD", "AdamW", "Adam", "Lion"] = setting("SGD", Choice(
         options=STORE_OPTIMIZERS, noun="an optimizer of a store", fold=True,
@@ -57,7 +57,7 @@ OUTER_DEFAULTS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
-    """Settings of a site: an engine that trains separately and merges updates with other sites in a store."""
+    """Settings of a site: an engine that trains separately and merges updates with other sites through a server."""
 
     url: tuple[str, ...] | str | None = setting(None, AnyOf(
         rules=(Text(noun="an address"), ListOf(each=Text(), least=1, noun="a list of addresses")),
@@ -129,19 +129,19 @@ class OuterConfig:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Addresses of the servers in which the sites merge their updates."""
+        """Addresses of the servers that merge the updates of several sites (separate training jobs)."""
         return () if self.url is None else (self.url,) if isinstance(self.url, str) else self.url
 
     @property
     def steps(self) -> int:
-        """Number of local steps between two updates of a tensor that the site sends to the server."""
+        """Number of local steps after which this job again sends an update of a tensor to the merging server."""
         if self.period is not None:
             return self.period
         return 1 if self.rule in SERVER_RULES or self.rule == "hogwild" else DELTA_PERIOD
 
     @property
     def content(self) -> Literal["sums", "gradients", "deltas"]:
-        """Kind of values that a site sends to the server that merges updates.
+        """Kind of values that a site (one of several training jobs) sends to the server that merges them.
 
         "sums": gradients, which the server sums for the sites' own optimizers. "gradients": gradients for the server's
         optimizer. "deltas": differences of the weights since the last message.
@@ -151,7 +151,7 @@ class OuterConfig:
         return "gradients" if self.rule in SERVER_RULES else "sums"
 
     def store_optimizer(self, training: OptimizerConfig | None) -> StoreOptimizerConfig:
-        """Returns the optimizer of the server that merges the sites' updates.
+        """Returns the optimizer of the server that merges the updates of several sites (training jobs).
 
         It is ``outer.optimizer`` if set. Otherwise it is ``training`` for gradients, and a default of ``outer.rule``
         for differences of weights.
@@ -234,7 +234,7 @@ class WeightsOutConfig:
 
 
 def site_optimizer(outer: OuterConfig | None, training: OptimizerConfig | None) -> OptimizerConfig | None:
-    """Returns the optimizer section that a site of an outer loop uses for its own updates.
+    """Returns the optimizer section that a site (one of several merged training jobs) uses for its own updates.
 
     It is ``training``, or plain SGD if the server updates the weights from gradients.
     """
@@ -244,7 +244,7 @@ def site_optimizer(outer: OuterConfig | None, training: OptimizerConfig | None) 
 
 
 def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clipping: float) -> dict[str, Any]:
-    """Returns the settings that the server of an outer loop and all its sites must share, as a dict of JSON values.
+    """Returns the settings that the merging server and all sites (training jobs) must share, as a dict of JSON values.
 
     ``clipping``: norm to which gradients are clipped; 0: no clipping.
     """
@@ -261,8 +261,8 @@ def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clippi
 
 
 def check_weights_out(weights_out: WeightsOutConfig | None, problems: Problems) -> None:
-    """Adds a problem for each entry of ``weights_out.to`` without exactly one receiver, or with a wrong address or
-    ``pause``.
+    """Adds a problem for each entry of ``weights_out.to`` without exactly one receiver, with a malformed address, or
+    with a ``pause`` mode that the receiver lacks.
     """
     for index, each in enumerate(weights_out.to if weights_out is not None else ()):
         at = f"weights_out.to[{index}]"

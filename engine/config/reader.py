@@ -134,7 +134,7 @@ class Typed(Section):
 def setting(default: Any, rule: Rule, *, key: str = "", required: bool = False, kept: bool = True) -> Any:
     """Returns a dataclass field for a configuration key; ``rule`` checks and converts the key's JSON value.
 
-    ``key``: name in JSON, if another. ``required``: True if a missing key is a mistake. ``kept``: False if
+    ``key``: name in JSON; empty: the field's name. ``required``: True if a missing key is a mistake. ``kept``: False if
     :func:`stored` leaves the field out.
     """
     return dataclasses.field(default=default, metadata={"rule": rule, "key": key, "required": required, "kept": kept})

@@ -12,7 +12,7 @@ _SECONDS = Real(above=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeTenants:
-    """Limits on the models that clients create in the training service."""
+    """Limits on the models that clients of a training service create."""
 
     most: int = setting(16, SIZE)
     """Number of models at a time."""
@@ -22,7 +22,7 @@ class ServeTenants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeQueue:
-    """Limits on the requests of clients that wait for their turn."""
+    """Limits on the client requests in the queue of a training service."""
 
     depth: int = setting(256, SIZE)
     """Commands that wait, over all sessions; further ones are answered 429."""
@@ -36,7 +36,7 @@ class ServeQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeJournal:
-    """Journal of accepted commands, from which a restarted service continues."""
+    """Journal of client commands that a training service has accepted. A restarted service continues from it."""
 
     snapshot_every: int = setting(50, SIZE)
     """Commands of a model between two snapshots; a start runs later ones again."""

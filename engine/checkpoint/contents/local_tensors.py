@@ -48,7 +48,7 @@ class ModelTensor:
 
     @property
     def entries(self) -> Sequence[FilePart]:
-        """Entries of a safetensors file in ``model/`` that together contain this tensor, in row-major order."""
+        """Entries of a file in the checkpoint's ``model/`` that together contain this tensor, in row-major order."""
         if self.row is None and self.parts:  # a buffer may have been replaced by one of another shape
             return file_parts(self.parts[0].key, self.kind.shape)
         return file_parts(self.key, self.kind.shape, self.parts)
@@ -143,7 +143,7 @@ class SaveOwnership:
 def model_tensors(
     ownership: SaveOwnership, keys: Mapping[str, str], buffers: Mapping[str, tuple[str, TensorKind]]
 ) -> tuple[ModelTensor, ...]:
-    """Returns all parameters and buffers of the folder ``model/``, each with the rank that writes it.
+    """Returns all parameters and buffers of a checkpoint's folder ``model/``, each with the rank that writes it.
 
     Ranks of one pipeline stage write similar numbers of bytes.
 
@@ -206,7 +206,7 @@ class Held:
 class LocalTensors:
     """Live weights, fp32 master weights and optimizer state of one rank, which saves read and loads write.
 
-    Iterators leave out quantized frozen weights.
+    Its iterators leave out quantized frozen weights.
     """
 
     ownership: SaveOwnership
@@ -335,7 +335,7 @@ def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice,
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
-    """Returns the slice of a buffer that contains the elements ``own`` of one parameter.
+    """Returns the elements ``own`` of one parameter as a slice of a buffer.
 
     ``owned``: range of a flat bucket that the buffer contains. ``slot``: the parameter's range in the bucket.
     """

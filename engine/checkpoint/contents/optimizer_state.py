@@ -157,7 +157,7 @@ def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled
 def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: object) -> None:
     """Raises CheckpointError if the saved optimizer state ``stored`` is of another optimizer type than this run's.
 
-    ``step`` names the checkpoint in the message. Checkpoints of other engines without a type pass.
+    ``step`` names the checkpoint in the message. A checkpoint of another engine passes if it records no type.
     """
     own = _type(optimizer)
     known = [stored["type"]] if stored.get("type") else stored.get("types", [])
@@ -298,7 +298,7 @@ def _restored(number: Sequence[Any], device: torch.device) -> Any:
 
 
 def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if this run's parameter groups do not fit the scheduler of the saved run.
+    """Raises CheckpointError if this run groups its parameters otherwise than the run that saved the scheduler.
 
     ``stored``: the optimizer entry of the checkpoint's manifest.
     """

@@ -163,7 +163,7 @@ class Snapshots:
         )
 
     def incoming(self) -> Iterator[tuple[int, int]]:
-        """Yields (sending rank, bytes) of each weight message that this rank receives."""
+        """Yields (sending rank, bytes) of each message with weights that this rank receives in a save."""
         for coord in self._sources():
             parts = self._messages.parts(coord, self._grid.rank)
             if parts and coord != self._coord:

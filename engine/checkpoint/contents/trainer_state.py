@@ -47,7 +47,7 @@ class Stateful(Protocol):
 class TrainerState:
     """Counters, registered objects and random generators of a run.
 
-    A load restores them before the model, because the model may need the sampler's first batch.
+    A load restores them before the model, because sharding the model may need the sampler's first batch.
     """
 
     update: Update
@@ -106,7 +106,7 @@ class TrainerState:
         return states
 
     def restore_late(self, reader: OpenCheckpoint) -> None:
-        """Restores the registered objects in ``late``. Objects without saved state are left unchanged."""
+        """Restores the objects named in ``late`` (registered when the model was built) that have saved state."""
         self._restore_tracked(reader, self.late)
 
     def _restore_tracked(self, reader: OpenCheckpoint, names: Iterable[str]) -> None:

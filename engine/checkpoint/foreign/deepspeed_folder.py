@@ -103,7 +103,7 @@ def scheduler_state(state: Any) -> dict[str, Any] | None:
     """Converts the state of a DeepSpeed scheduler to torch's "last_epoch" and "_step_count"; returns None if it is no
     dict.
 
-    State without DeepSpeed's counter is returned unchanged, as JSON values.
+    State without "last_batch_iteration" is returned unchanged, as JSON values.
     """
     if not isinstance(state, dict):
         return None

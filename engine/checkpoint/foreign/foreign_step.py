@@ -103,7 +103,7 @@ def described_group(
 ) -> ParameterGroup:
     """Returns a parameter group with its options and optimizer scalars.
 
-    ``state``: optimizer state of one of its parameters, which has the scalars, such as "step".
+    ``state``: optimizer state of one of the group's parameters, from which scalars such as "step" are taken.
     """
     kept = plain({key: value for key, value in options.items() if key != "params"}, [])
     numbers: dict[str, list[Any]] = {}

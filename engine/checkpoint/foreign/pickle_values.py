@@ -84,7 +84,7 @@ def plain(value: Any, dropped: list[str], path: str = "") -> Any:
     Their paths, such as "args.lr" or "items[2]", are added to ``dropped``. ``path``: path of ``value`` itself.
 
     Raises:
-        CheckpointError: the value has more than ``NODES`` entries.
+        CheckpointError: the value has more than 2^20 entries, or more than 100 levels.
     """
     count = 0
 

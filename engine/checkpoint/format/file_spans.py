@@ -77,7 +77,7 @@ def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Itera
 
 
 def pieces_of_box(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[Piece, int]]:
-    """Divides the box ``start[d] : start[d] + size[d]`` of a tensor into pieces that a checkpoint can describe.
+    """Divides the box ``start[d] : start[d] + size[d]`` of a tensor into :class:`Piece` objects.
 
     Yields each piece with its offset in the flattened box.
     """

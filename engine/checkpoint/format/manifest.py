@@ -31,7 +31,7 @@ _FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 class FileNames(Protocol):
-    """Interface of the list of a checkpoint's file names, to which manifests refer by index."""
+    """Interface of a list of a checkpoint's file names. Manifests refer to a file by its index in the list."""
 
     def __len__(self) -> int: ...
 
@@ -93,7 +93,7 @@ class Manifest:
 
     @property
     def kinds(self) -> dict[str, TensorKind]:
-        """Dtype and full shape of every tensor, by name. Reads no index file."""
+        """Dtype and full shape of every tensor, by name. Reads no file."""
         known: dict[str, TensorKind] | None = getattr(self.tensors, "kinds", None)
         return {name: tensor.kind for name, tensor in self.tensors.items()} if known is None else known
 
@@ -172,7 +172,9 @@ def dumped(fields: Mapping[str, Any]) -> bytes:
 
 
 def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
-    """Returns a stored piece as a JSON dict. ``file``: the file's index in a manifest, or its name in a report."""
+    """Returns a stored piece as a JSON dict. ``file``: the file's index in a manifest, or its name in a
+    rank's report of a save.
+    """
     part = stored.piece.part
     rows = None if part.dim is None else [part.dim, [list(row) for row in part.rows]]
     if rows is not None and part.outer is not None:
@@ -197,11 +199,10 @@ def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) ->
 
 
 def from_fields(fields: Fields) -> Manifest:
-    """Parses and checks a manifest that is not split into index files. ``fields``: the JSON object in
-    ``manifest.json``.
+    """Parses and checks a manifest that is one file, ``manifest.json``. ``fields``: the JSON object in it.
 
     Raises:
-        CheckpointError: the manifest is damaged, has an unknown format or version, names a file outside the folder, or
+        CheckpointError: the manifest is damaged, has an unknown format or version, names a file outside its folder, or
             has pieces that do not cover a tensor exactly once.
     """
     check_version(fields)
@@ -214,7 +215,7 @@ def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[
     """Returns a manifest of ``tensors``, ``files`` (name -> bytes) and the other values in the JSON ``fields``.
 
     Raises:
-        CheckpointError: a field is damaged, or the saved signature does not match the tensors.
+        CheckpointError: a field is damaged, or the saved hash of names, shapes and dtypes does not match.
     """
     what = fields.what
     aliases = fields.each("aliases", lambda value, where: _text(value, where))

@@ -53,7 +53,7 @@ ReadPart = Callable[[str, int], bytes | bytearray]
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """Compact index entry for consecutive pieces of equal size, such as the shards of all data ranks.
+    """Compact manifest entry for consecutive pieces of equal size, such as the shards of all data ranks.
 
     Piece i is in file number ``file + i * step``.
     """
@@ -280,7 +280,9 @@ class _Parts:
 
 
 class IndexedFiles(Mapping[str, int]):
-    """Mapping from a checkpoint's file names to their bytes. Index files are read when their entries are accessed."""
+    """Mapping from a checkpoint's file names to their bytes. Reads a file ``index/files-N.json`` when one of its
+    entries is accessed.
+    """
 
     def __init__(self, fields: Fields, read: ReadPart) -> None:
         entries = fields.list("file_parts")
@@ -304,7 +306,7 @@ class IndexedFiles(Mapping[str, int]):
         return self._count
 
     def names_of(self, number: int) -> list[str]:
-        """Returns the names of the checkpoint's files that index file ``number`` lists."""
+        """Returns the names of the checkpoint's files that ``index/files-N.json`` lists, with N = ``number``."""
         return list(self._part(number))
 
     def slice_of(self, name: str) -> HashSlice:
@@ -352,7 +354,9 @@ class _Names:
 
 
 class IndexedTensors(Mapping[str, StoredTensor]):
-    """Mapping from names to a checkpoint's tensors. Index files are read when their tensors are accessed."""
+    """Mapping from names to a checkpoint's tensors. Reads a file ``index/tensors-N.json`` when one of its
+    tensors is accessed.
+    """
 
     def __init__(self, fields: Fields, files: IndexedFiles, read: ReadPart) -> None:
         given = fields.each("tensors", lambda value, where: Fields(value, where))
@@ -391,11 +395,11 @@ class IndexedTensors(Mapping[str, StoredTensor]):
 
 
 def from_index(fields: Fields, read: ReadPart) -> Manifest:
-    """Returns a manifest that reads its index files, by ``read``, when they are needed. ``fields``: the JSON of
+    """Returns a manifest that reads its files in ``index/``, by ``read``, when they are needed. ``fields``: the JSON of
     ``manifest.json``.
 
     Raises:
-        CheckpointError: ``manifest.json`` is damaged. Damaged index files raise when they are read.
+        CheckpointError: ``manifest.json`` is damaged. A damaged file in ``index/`` raises when it is read.
     """
     check_version(fields, INDEXED)
     files = IndexedFiles(fields, read)

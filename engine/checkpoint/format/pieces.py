@@ -164,8 +164,8 @@ def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: It
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
     """Returns True if every element of a tensor of ``shape`` is in exactly one of ``pieces``.
 
-    Returns False if the parts do not divide the tensor along one common dim, or are incomplete. The cost does not
-    depend on the tensor's size.
+    Returns False if the pieces' parts (ranges of rows) do not divide the tensor along one common dim, or are
+    incomplete. The cost does not depend on the tensor's size.
     """
     ranges: dict[Part, list[tuple[int, int]]] = {}
     for piece in pieces:

@@ -126,7 +126,8 @@ def read_manifest(files: Files, step: Path) -> Manifest:
 def write_manifest(files: Files, step: Path, manifest: Manifest, slices: Mapping[str, HashSlice] | None = None) -> None:
     """Writes the files ``manifest.json`` and then ``COMMIT`` into the folder ``step``, each with fsync.
 
-    ``slices``: file name -> position of the file's block hashes. With it, a long manifest is split into index files.
+    ``slices``: file name -> position of the file's block hashes. With it, a manifest of more than 16,384 pieces
+    is split into several files.
     """
     if slices is not None and sum(len(tensor.pieces) for tensor in manifest.tensors.values()) > WHOLE_PIECES:
         data, parts = to_parts(manifest, slices)

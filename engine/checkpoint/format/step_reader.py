@@ -114,8 +114,8 @@ class StepReader:
                 self._fetch(file, opened_file, found)
 
     def verify(self) -> int:
-        """Checks the hashes of all blocks of all files, and the tensors in each header. Returns the number of bytes
-        read; raises CheckpointError at the first damage.
+        """Checks the hashes of all blocks of all files, and each file's header against the manifest. Returns the
+        number of bytes read; raises CheckpointError at the first damage.
         """
         before = self.bytes_read
         for file in self.manifest.files:
