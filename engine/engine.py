@@ -363,7 +363,8 @@ class Engine(TrainingLoop, NamedState):
         """Begins to write checkpoint ``folder/step-N``; returns once this rank's shards are in host memory. Collective.
 
         The folder appears only if the checkpoint is complete. ``wait()`` on the result blocks until then and raises if
-        the save failed. Weights are sent over a separate gloo group, in the background.
+        the save failed. In the background, weights are sent over a separate gloo group to the
+        ranks that write them.
 
         Args:
             folder: folder of the run; None: ``checkpoint.folder``, where only the newest ``checkpoint.keep`` are

@@ -451,7 +451,7 @@ _MOST_TILES = 1 << 14
 
 
 def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.device) -> None:
-    """Configures the overlap of matrix products with tensor-parallel communication in ``axis``. All ranks must call it.
+    """Sets in ``axis`` how matrix products overlap with tensor-parallel communication. All ranks must call it.
 
     For fused kernels it also allocates the buffers that all tensor ranks can write.
     """

@@ -51,8 +51,8 @@ def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
 def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers:
     """Returns optimizer scalars, such as "step", as parameter name -> scalar name -> [value, dtype or None].
 
-    It contains the parameters that this rank updates, and all state of one-element parameters. Returns {} for built-in
-    optimizers.
+    The dict contains the parameters that this rank updates, and all state of one-element parameters. Returns {} for
+    built-in optimizers.
 
     Raises:
         CheckpointError: a state is neither a moment nor a number.

@@ -58,8 +58,8 @@ class TrainerState:
     """Names of objects that are registered when the model is built, and that a checkpoint may lack."""
 
     def check(self, reader: OpenCheckpoint) -> None:
-        """Checks that the checkpoint has the state of every registered object; logs a warning if another engine saved
-        it.
+        """Checks that the checkpoint has the state of every registered object. If another engine saved the checkpoint,
+        missing state is only logged as a warning.
 
         Also logs a warning about saved state of an unregistered object.
 

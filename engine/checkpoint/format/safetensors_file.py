@@ -93,7 +93,7 @@ class FilePart:
 
 
 def file_parts(key: str, shape: tuple[int, ...], parts: Sequence[FilePart] = ()) -> Sequence[FilePart]:
-    """Returns the file entries of the tensor ``key``: ``parts``, or one entry for the full tensor if it is empty."""
+    """Returns the file entries of the tensor ``key``: ``parts``, or one for the full tensor if ``parts`` is empty."""
     return parts or (FilePart(key, shape, 0),)
 
 
