@@ -28,7 +28,7 @@ class Packing:
     padded.
 
     Raises:
-        EngineError: a length below 2, or unknown labels.
+        EngineError: ``length`` is below 2, or ``labels`` has an unknown value.
     """
 
     length: int
@@ -123,7 +123,9 @@ class LoaderSettings:
 
 
 class DataPosition(NamedTuple):
-    """Position in the data at which the next training step begins, equal on all ranks."""
+    """Position at which the next training step begins: consumed samples or, with packing, rows, documents and tokens;
+    equal on all ranks.
+    """
 
     position: int = 0
     """Number of samples that all ranks together have consumed."""

@@ -126,7 +126,7 @@ class LoadingEngine(Protocol):
 
     @property
     def comm(self) -> Comm:
-        """Communication of this rank, which sends or receives batches if ``batches`` is "rank0"."""
+        """Communication of this rank, which sends or receives batches with the loader's option ``batches="rank0"``."""
 
     @property
     def device(self) -> torch.device:
@@ -135,7 +135,8 @@ class LoadingEngine(Protocol):
 
 def loader(dataset: Any, eng: LoadingEngine, **options: Unpack[LoaderOptions]) -> "StepLoader":
     """Returns an iterator of this data rank's microbatches, to pass to the engine's ``train_batch``.
-    ``register_for_checkpointing(data=it)`` saves its position with the checkpoints.
+
+    ``eng.register_for_checkpointing(data=iterator)`` saves the iterator's position with the checkpoints.
 
     Args:
         dataset: a map-style or iterable dataset; a torch DataLoader; or the path of a token file, ``.npy`` or
@@ -208,8 +209,8 @@ def _shuffles(given: DataLoader[Any]) -> bool | None:
 
 
 class StepLoader(Iterator[Batch]):
-    """Iterator of one data rank's microbatches. With ``batches = "rank0"``, ``next`` is collective over the tensor and
-    pipeline ranks that compute on the same rows.
+    """Iterator of one data rank's microbatches. With the loader's option ``batches="rank0"``, ``next`` is collective
+    over the tensor and pipeline ranks that compute on the same rows.
 
     The saved position counts whole training steps: a resumed run repeats the microbatches of an interrupted step.
     """
@@ -245,7 +246,7 @@ class StepLoader(Iterator[Batch]):
     def ended(self) -> bool:
         """True if no training step is left. May load the next step from the dataset.
 
-        With ``batches = "rank0"``, it is collective over the ranks that compute on the same rows.
+        With the loader's option ``batches="rank0"``, it is collective over the ranks that compute on the same rows.
         """
         if not self._held:
             step = self._read() if self._replica is None else self._replica.share(self._read)

@@ -138,7 +138,8 @@ def step_source(dataset: Any, rows: StepRows, settings: LoaderSettings) -> StepS
         rows: division of a step's rows among data ranks and microbatches.
 
     Raises:
-        EngineError: the dataset is neither map-style nor iterable, is empty, or has no length but needs one.
+        EngineError: the dataset is neither map-style nor iterable, is empty, or can only be read in order although
+            ``settings`` have ``shuffle`` or several workers.
     """
     mapped = is_mapped(dataset)
     if mapped and not len(dataset):

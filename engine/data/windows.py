@@ -73,7 +73,7 @@ class Sampler:
     """Endless stream of the indices of the text windows on which one data rank trains. Each epoch has every window
     once, in a new random order.
 
-    ``next()`` returns the windows of this rank's rows in the next global batch: int64 [global_batch / data_size].
+    ``next()`` returns the indices of this rank's windows in the next global batch: int64 [global_batch / data_size].
 
     Args:
         windows: number of windows in the corpus.

@@ -36,7 +36,7 @@ def is_configured() -> bool:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the random generator of the current device with ``seed``, which may be equal on all tensor ranks."""
+    """Seeds the random generator of the current device with ``seed``, without an offset for the tensor rank."""
     get_accelerator().manual_seed(seed)
 
 

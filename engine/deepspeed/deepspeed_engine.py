@@ -224,7 +224,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         """Returns a context manager in which ``backward`` does not reduce gradients over ranks; ``step`` reduces them
         later.
 
-        With ZeRO 2 or 3 and ``reduce`` set to "microbatch", gradients are still reduced.
+        With ZeRO 2 or 3 and ``zero_optimization.reduce`` set to "microbatch", gradients are still reduced.
 
         Raises:
             EngineError: the model is split into pipeline stages.

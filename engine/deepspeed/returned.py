@@ -115,8 +115,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
 
 class LateSchedule:
-    """Placeholder of a learning-rate scheduler that the engine makes at the first batch, with the scheduler's
-    attributes.
+    """Placeholder of a learning-rate scheduler that the engine makes at the first batch.
+
+    Attributes are read from the engine's scheduler.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -55,7 +55,7 @@ class Scheduled:
         return args, kwargs | added
 
     def refuse_whole_steps(self) -> None:
-        """Raises an error if ``train_batch`` is called although the model's forward needs scheduled keyword arguments.
+        """Raises if the model's forward needs scheduled keyword arguments, which batches of ``train_batch`` lack.
 
         Raises:
             EngineError: the configuration adds these keyword arguments.

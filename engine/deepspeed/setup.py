@@ -53,7 +53,7 @@ def initialize(
 
     Raises:
         ConfigError: the configuration is missing, wrong or passed twice; ``model`` is missing; ``model_parameters``
-            sets more than lr and weight_decay; ``mpu`` or ``mesh_param`` has other numbers of ranks.
+            sets more than lr and weight_decay; ranks in ``mpu`` or ``mesh_param`` are neither 1 nor as configured.
     """
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")

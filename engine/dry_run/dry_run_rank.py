@@ -148,6 +148,8 @@ class EqualRanksBackend(RecordingBackend):
     ) -> Wait:
         """Copies each shard of ``pairs`` (full tensor, shard) to every slice of its full tensor; returns a function
         without effect.
+
+        ``within`` and ``axis`` do not change the result.
         """
         super().gather_parameters(pairs, within, axis)
         for full, shard in pairs:
@@ -178,6 +180,7 @@ class DryRunTransport:
         """Delivers ``tensor`` to a stage of this rank, or stores it if another rank is the target.
 
         A stored tensor is released by ``complete`` if it goes to a neighboring stage, otherwise by ``delivered``.
+        ``exact`` has no effect.
         """
         if self._is_own(message):
             self._own.send(message, tensor)
@@ -189,7 +192,8 @@ class DryRunTransport:
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
         """Returns a function that returns the received tensor.
 
-        A message from another rank becomes a FakeTensor of ``shape`` and ``dtype`` in a recorded buffer.
+        A message from another rank becomes a FakeTensor of ``shape`` and ``dtype`` in a recorded buffer. ``exact`` has
+        no effect.
         """
         if self._is_own(message):
             return self._own.receive(message, shape, dtype)
@@ -220,7 +224,9 @@ class DryRunTransport:
             self._live.take_in(tensor)
 
     def complete(self) -> None:
-        """Ends a pipeline action: releases the tensors sent to neighboring stages, and empties the lists of buffers."""
+        """Ends a pipeline action: releases the tensors sent to neighboring stages, and empties ``taken``,
+        ``given_back`` and ``kept``.
+        """
         self._near.clear()
         self.taken, self.given_back, self.kept = [], [], []
 
@@ -255,7 +261,8 @@ class DryRunStep:
     """Peak bytes of the final gradient reduction minus live bytes between steps."""
 
     def memory_of(self, action: Action, number: int, total: int) -> ActionMemory:
-        """Returns the live bytes of ``action``, measured for the first, second, middle or last microbatch of its stage.
+        """Returns the live bytes measured for ``action`` if it is the first, second or last one of its stage and
+        operation; otherwise for a middle one.
 
         Args:
             number: index of ``action`` among the actions with its stage and operation, from 0.
@@ -265,10 +272,10 @@ class DryRunStep:
         return self.actions[action.op, action.stage, place]
 
     def on_stages(self, stages: Mapping[int, int]) -> "DryRunStep":
-        """Returns a copy for another rank with stages of the same shapes.
+        """Returns a copy for another rank; its stages must have the same shapes.
 
         Args:
-            stages: from each stage of this rank to the stage of the other rank.
+            stages: mapping from each stage of this rank to a stage of the other rank.
         """
         actions = {(op, stages[stage], place): memory for (op, stage, place), memory in self.actions.items()}
         return replace(self, actions=actions)
@@ -281,7 +288,7 @@ class DryRunRank:
     Args:
         model: model of the plan; a copy is used.
         rank: global rank to imitate.
-        request: arguments of ``initialize``, with loss and rows.
+        request: arguments of ``initialize``, such as the loss function.
         example: one microbatch; tensors on the meta device become zeros.
         kernels: kernel choices for an absent device; None: choices of the CPU.
     """

@@ -23,9 +23,9 @@ from engine.program.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankForecast:
-    """Memory forecast of a rank: the peak of live bytes (bytes of all existing tensors) in a training step.
+    """Memory forecast of a rank: the peak of live bytes (bytes of existing tensors) in a training step.
 
-    Parameters, gradients and optimizer state are not included.
+    Stored parameters, gradients and optimizer state do not count as live.
     """
 
     rank: int

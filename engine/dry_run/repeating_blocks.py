@@ -75,8 +75,9 @@ def _blocks(run: AlikeRun) -> int:
 
 
 class KindNames:
-    """Names of modules and parameters in which the kind of a block replaces its number. Blocks of one list with equal
-    modules, shapes and settings are of one kind.
+    """Names of modules and parameters in which the kind of a block replaces its number, such as ``layers.#0.mlp``.
+
+    Blocks of one list with equal modules, shapes and settings are of one kind.
     """
 
     def __init__(self, model: nn.Module) -> None:

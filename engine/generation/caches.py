@@ -95,8 +95,8 @@ class StageCaches:
         """Adds ``positions`` to the length of the caches, after a forward over ``rows`` rows.
 
         Args:
-            partly: True if this rank computes only some of the model's layers; the others' caches are extended with
-                zeros.
+            partly: True if this rank computes only some of the model's layers; caches of all other layers are extended
+                with zeros.
         """
         self.length += positions
         for cache in self._of.values() if partly else ():

@@ -80,8 +80,8 @@ class GenerationForwards:
                 cached.
             caches: caches that the forward reads and extends; None: no cache.
             finish: callback from the model's output to a tensor or a pytree of tensors.
-            everywhere: True: sends the result to all stages, over axis pp with label "outputs". False: ranks without
-                the last stage return None.
+            everywhere: True: sends the result to all stages, over axis pp (traffic label "outputs"). False: ranks
+                without the last stage return None.
         """
         if self._meets:
             self._any_left(True)

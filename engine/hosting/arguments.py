@@ -69,7 +69,9 @@ _OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "g
 
 
 def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]:
-    """Returns a copy of the configuration ``raw`` in which values of ``args`` replace "auto" where possible.
+    """Returns a copy of the configuration ``raw`` in which values of ``args`` replace "auto".
+
+    A value that ``args`` do not determine stays "auto".
 
     Args:
         args: ``TrainingArguments`` of the Hugging Face Trainer.
@@ -141,7 +143,7 @@ def refuse_arguments(args: Any) -> None:
 def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
     """Returns the engine's configuration ``raw``, completed with the values of ``args``, a ``TrainingArguments``.
 
-    Removes the sections of optimizer and schedule.
+    In the result, the sections ``optimizer`` and ``scheduler`` are None.
 
     Raises:
         ConfigError: a value of ``raw`` contradicts the arguments.
@@ -216,8 +218,9 @@ def conflict(key: str, given: Any, name: str, value: Any, owner: str = "Training
 
 
 def refuse_unlike(args: Any, rows: Mapping[str, int | None], comm: Comm, device: torch.device) -> None:
-    """Refuses arguments of training steps, and dataset lengths, that differ between ranks. All-reduces over the world,
-    label "start".
+    """Refuses values of ``args`` that control training steps, and dataset lengths, if they differ between ranks.
+
+    All-reduces over the world, traffic label "start".
 
     Args:
         args: ``TrainingArguments`` of this rank.
@@ -295,7 +298,7 @@ def refuse_trl(kind: str | None, given: Mapping[str, Any], args: Any) -> None:
         args: ``TrainingArguments`` of the trainer.
 
     Raises:
-        ConfigError: the trainer, an argument, a batch size or the version is not supported.
+        ConfigError: the trainer, an argument, a batch size or TRL's version is not supported.
     """
     if kind is None:
         return

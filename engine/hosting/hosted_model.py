@@ -60,7 +60,8 @@ _NO_LABEL = -100
 
 
 def with_share(batch: Any, rows: int, micro: int) -> Any:
-    """Returns a copy of ``batch`` in which "num_items_in_batch" becomes a tensor [rows] of each row's share.
+    """Returns a copy of ``batch`` in which "num_items_in_batch" becomes a tensor [rows]: the number divided
+    among rows by their labels, or else equally.
 
     A batch without this entry is returned itself.
 
@@ -75,7 +76,7 @@ def with_share(batch: Any, rows: int, micro: int) -> Any:
 
 
 def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
-    """Replaces the losses of the microbatches, "loss" in ``output``, in place by the loss of the whole batch; returns
+    """Replaces ``output["loss"]``, one loss per microbatch, in place by the loss of the whole batch; returns
     ``output``.
 
     The loss is the microbatches' mean, weighted by labels or else by rows. Without these losses nothing changes.

@@ -203,7 +203,7 @@ def replace_child(module: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def move_others(module: nn.Module, name: str, device: torch.device) -> None:
-    """Moves the direct children of ``module`` to ``device``, except for the child with the submodule ``name``."""
+    """Moves the direct children of ``module`` to ``device``, except for the one that is or has submodule ``name``."""
     top = name.partition(".")[0]
     for each, child in module.named_children():
         if each != top:

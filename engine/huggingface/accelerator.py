@@ -187,8 +187,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns ``model``; in ``evaluation_mode``, first moves a model that the engine does not train to this rank's
-        device.
+        """Returns ``model``; in ``evaluation_mode``, a model that the engine does not train is first moved to this
+        rank's device.
 
         ``device_placement=False`` prevents the move.
         """
@@ -252,7 +252,9 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.hosted.zero_grad()
 
     def record(self, report: StepReport) -> None:
-        """Stores ``grad_norm`` and ``skipped`` of ``report``, and leaves gradients readable until ``zero_grad``."""
+        """Stores ``grad_norm`` and ``skipped`` of ``report``. Reads of parameters' ``grad`` then raise until
+        ``zero_grad``.
+        """
         self.grad_norm.fill_(report.grad_norm)
         self.skipped = report.skipped
         self.trained.guard_gradients()  # callbacks read gradients until zero_grad
@@ -303,7 +305,7 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         """Moves a restored schedule to the same update in this run, if the saved run made ``data_ranks`` scheduler
         steps per update.
 
-        The schedule stays at its saved step if only this step reproduces the saved learning rate.
+        If only the saved step, not this update, reproduces the saved learning rate, the schedule stays at that step.
         """
         schedule: Any = self.scheduler
         saved, rates = schedule.last_epoch, list(schedule.get_last_lr())
@@ -331,7 +333,7 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         """Makes one scheduler step for each data rank after an update, and none after a skipped update or inside an
         accumulation.
 
-        If accelerate splits batches, or steps the scheduler without the optimizer, it steps as accelerate does.
+        If accelerate splits batches, or steps the scheduler without the optimizer, the call acts as accelerate's.
         """
         if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)

@@ -52,7 +52,7 @@ class SavedState(EngineAccelerator):
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Writes accelerate's files into ``output_dir``, and weights and optimizer state into its subfolder ``engine``;
-        returns the folder. Collective.
+        returns the path of ``output_dir``. Collective.
 
         The user's save hooks get an empty list of weights.
         """
@@ -167,8 +167,8 @@ class Accelerator(SavedState):
         Weights are broadcast from rank 0. The batch size of a DataLoader becomes the number of rows of a microbatch.
 
         Raises:
-            ConfigError: a trainable model comes without its optimizer, there are several, or the batch size differs
-                from the configuration's.
+            ConfigError: a trainable model comes without its optimizer, there are several trainable models or
+                optimizers, or the batch size differs from the configuration's.
         """
         models: list[Any] = [each for each in args if isinstance(each, nn.Module) and _is_trained(each)]
         if models and models != [self.hosted]:

@@ -37,7 +37,7 @@ _IGNORED = -100
 
 
 class TrlLoop(transformers.Trainer):
-    """Base class of the engine's Trainer that runs TRL's trainers on the engine; no effect without a TRL base class."""
+    """Base class of the engine's Trainer; runs TRL's trainers on the engine. No effect without a TRL base class."""
 
     accelerator: EngineAccelerator
     _sharded: bool
@@ -223,9 +223,10 @@ def _generating(model: Any, accelerator: EngineAccelerator) -> Iterator[None]:
 
 
 def shard_fused_head(model: nn.Module) -> None:
-    """Makes TRL's fused head of ``model`` compute log-probabilities from logits that are sharded over tensor ranks.
+    """Makes a ``model`` with TRL's fused language-model head compute log-probabilities from logits that are sharded
+    over tensor ranks.
 
-    Does nothing without a fused head.
+    Does nothing if TRL has not fused the head.
     """
     base: Any = model
     whole = base.get_base_model() if hasattr(base, "get_base_model") else base

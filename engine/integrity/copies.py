@@ -46,7 +46,7 @@ class DataCopies:
         """Compares tensors that must be equal on several ranks; returns a 0-dim bool tensor on the device, True if any
         differ.
 
-        All-gathers 16 bytes for each tensor and rank, label "integrity".
+        All-gathers 16 bytes for each tensor and rank, traffic label "integrity".
 
         Args:
             held: weights and optimizer state of this rank; tensors without a copy on another rank are skipped.
@@ -118,8 +118,8 @@ class ReplicaCopies:
         """Compares weights that several tensor or pipeline ranks of one model copy store; returns a 0-dim bool tensor,
         True if any differ.
 
-        All-gathers 8 bytes for each parameter and rank over axis "replica", label "integrity". ZeRO 3 first all-reduces
-        digests over the data ranks.
+        All-gathers 8 bytes for each parameter and rank over axis "replica", traffic label "integrity". ZeRO 3 first
+        all-reduces digests over the data ranks.
         """
         if not self._rows or self._comm.grid.size("replica") == 1:
             return torch.zeros((), dtype=torch.bool, device=device)
@@ -190,7 +190,7 @@ def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
 
 
 def copies_finding(one: Finding, odd: Sequence[int], ranks: Sequence[int]) -> Finding:
-    """Returns a copy of the report ``one`` for a tensor that is equal on ``ranks``, except for the ranks ``odd``."""
+    """Returns a copy of the report ``one`` with ``odd``, the ranks that differ from all other ``ranks``, as faulty."""
     values = one.to_json() | {"how": "copies", "ranks": odd, "others": [rank for rank in ranks if rank not in odd]}
     return Finding.from_json(values)
 

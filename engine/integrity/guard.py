@@ -27,7 +27,9 @@ logger = logging.getLogger("trine")
 
 
 class ComputedGradients:
-    """Comparison of two runs of one training step on this rank, by bit sums of each gradient and of the loss."""
+    """Comparison of two runs of one training step on this rank, by bit sums (sums of the elements' bits, read
+    as integers) of each gradient and of the loss.
+    """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._places = {name: place for place, name in enumerate(names)}
@@ -139,7 +141,7 @@ class Integrity(StepPart):
         steps and after a skipped step. Collective.
 
         Args:
-            step: state of the step; its traffic excludes the check.
+            step: state of the step; traffic of ``check`` does not count as the step's.
             made: number of updates so far.
             skipped: True if the step was skipped.
 

@@ -135,7 +135,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             )
 
     def setup(self, trainer: Any) -> None:
-        """Makes the engine: shards the submodule in place, with the optimizer of the LightningModule. Collective.
+        """Makes the engine, which shards the submodule in place and steps the LightningModule's optimizer. Collective.
 
         Outside of ``fit`` nothing is updated.
         """

@@ -16,7 +16,7 @@ _REMEDY = "pass one that builds, or a module:function that builds a small one"
 def find_function(name: str) -> Callable[[], Any]:
     """Imports and returns the function that ``name`` denotes as ``module:function``.
 
-    The import and the function see no command-line arguments.
+    During the import and each call of the function, ``sys.argv`` has no arguments.
 
     Raises:
         PlanError: the module does not exist, lacks the function, or exits or raises on import.

@@ -35,7 +35,9 @@ from engine.zero.optim.rules.schedule_free import FlatScheduleFreeAdamW
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """Optimizer state of one parameter group: number and form of its values for each parameter element."""
+    """Optimizer state of one parameter group: values per parameter element (in the moments' dtype or in 8 bits), or a
+    rule for whole matrices.
+    """
 
     values: int = 0
     """Number of state values per element, in the dtype of moments."""
@@ -146,7 +148,9 @@ def switch_off_bias_correction(adam: torch.optim.Optimizer) -> None:
 
 
 def kept_state(config: OptimizerConfig | None, groups: Sequence[GroupOptions]) -> tuple[GroupState, ...] | None:
-    """Returns the number and form of optimizer state values of each parameter group; None without an optimizer."""
+    """Returns a description of each parameter group's optimizer state, such as two values per element; None without an
+    optimizer.
+    """
     if config is None:
         return None
     return tuple(_kept(config.entries[group.entry or 0]) for group in groups)
@@ -226,13 +230,15 @@ class MatrixOwners:
 
     @property
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of data ranks that exchange matrices; a rank is its index on the axis of gradient sums."""
+        """Groups of data ranks that exchange matrices; a rank is its index on the axis over which gradients are
+        summed.
+        """
         count, grid = self._shares, self.config.grid(0)
         return tuple(tuple(range(first, first + count)) for first in range(0, grid.size(grid.sums), count))
 
     def routes(self, coord: Coord) -> MatrixRoutes | None:
-        """Returns the exchanges of gradients and updates of whole matrices of the rank at ``coord``; None if its
-        pipeline rank has none.
+        """Returns the exchanges in which the rank at ``coord`` sends and receives gradients and updates of whole
+        matrices; None if its pipeline rank has no such matrix.
         """
         rows = {row.name: row for row in self.rows if row.trainable and row.group in self.rules}
         rows = {name: row for name, row in rows.items() if coord.pp in row.owners}
@@ -262,7 +268,9 @@ class MatrixOwners:
         )
 
     def traffic(self, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the traffic of the rank at ``coord`` for whole matrices in each training step, by axis and label."""
+        """Returns the traffic of the rank at ``coord`` for whole matrices in each training step: axis, label, calls and
+        bytes of each exchange.
+        """
         routes = self.routes(coord)
         if routes is None:
             return ()

@@ -251,9 +251,7 @@ class LearningRate:
                 group["betas"] = (self.momenta[index](update), 0.99)
 
     def begin_at(self, update: int) -> None:
-        """Moves the configured torch scheduler and the learning rates to update number ``update``, from 0, of a resumed
-        run.
-        """
+        """Moves a resumed run's configured torch scheduler and learning rates to update number ``update``, from 0."""
         assert self.remake is not None and self.scheduler is not None
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
             group.update(lr=base, initial_lr=base)

@@ -57,7 +57,7 @@ def rewritten(given: Mapping[str, Any], problems: Problems) -> tuple[dict[str, A
     """Converts older and foreign keys in ``given`` to current keys. Returns the result, and a note for the user per
     conversion.
 
-    Foreign keys come from ``accelerate config``, Apex, wandb and elasticity. Mistakes become problems.
+    Foreign keys come from ``accelerate config``, Apex, wandb and elasticity. Mistakes are added to ``problems``.
     """
     raw, notes = dict(given), Notes()
     for form in _FORMS:
@@ -339,7 +339,10 @@ class ForwardKeywords:
 
 
 def read_keywords(raw: Mapping[str, Any], problems: Problems) -> ForwardKeywords:
-    """Reads the enabled sections ``progressive_layer_drop`` and ``curriculum_learning``. Mistakes become problems."""
+    """Reads the enabled sections ``progressive_layer_drop`` and ``curriculum_learning``.
+
+    Mistakes are added to ``problems``.
+    """
     drop, curriculum = raw.get("progressive_layer_drop"), raw.get("curriculum_learning")
     read = None
     if _enabled(curriculum):

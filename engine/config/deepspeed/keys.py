@@ -54,7 +54,7 @@ class Moved:
 class Feature:
     """Treatment of a DeepSpeed section: ignored while its key ``switch`` is off, an error while it is on.
 
-    ``noted`` and ``passed`` replace the error by a note.
+    If ``noted`` or ``passed`` is True, a note replaces the error.
     """
 
     reason: str
@@ -70,9 +70,10 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class WithMode:
-    """Treatment of a DeepSpeed key of activation checkpointing that has an effect only with ``mode``.
+    """Treatment of a DeepSpeed key in the section ``activation_checkpointing``.
 
-    Values in ``idle`` are ignored; others give the user a note, or set the Trine key ``target`` to ``becomes``.
+    It has an effect only if the section sets ``mode``. Values in ``idle`` are ignored; others give the user a note, or
+    set the Trine key ``target`` to ``becomes``.
     """
 
     idle: tuple[object, ...]
