@@ -199,7 +199,7 @@ class DropTicket:
 
 @dataclass(frozen=True, slots=True)
 class CallFunction:
-    """Command that calls a function registered on the server by name."""
+    """Command that calls, by its name, a function registered on the server."""
 
     name: str
     tensors: Mapping[str, Array]
@@ -272,7 +272,8 @@ class PlainOutput:
 class Failure:
     """Result of a failed command: a sentence with the error, and a category.
 
-    The category is "user" for a client's error, "server" for the service's error, and "gone" for a missing forward.
+    The category is "user" for a client's error, "server" for the service's error, and "gone" if
+    the service has dropped the forward of a backward.
     """
 
     error: str

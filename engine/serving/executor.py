@@ -69,7 +69,7 @@ class EnginePool(Protocol):
         """
 
     def get(self, model_id: str) -> Engine:
-        """Returns the engine of the model ``model_id``, with the model's state on the device."""
+        """Returns the engine of the model ``model_id``, after moving the model's state to the device if necessary."""
 
     def drop(self, model_id: str) -> None:
         """Removes the model ``model_id`` and frees its memory."""

@@ -84,8 +84,8 @@ class TensorCalls:
     def forward(self, trainer: TenantTrainer, command: ForwardTensors) -> TensorOutput:
         """Runs the model's forward on the tensors of ``command``; returns the outputs of all rows by name.
 
-        Tensors named "0", "1" etc. are positional arguments. Data-parallel ranks divide the rows. A nonempty
-        ``command.ticket`` names the stored autograd graph. All ranks of the grid call it.
+        Tensors named "0", "1" etc. are positional arguments. Data-parallel ranks divide the rows (dim 0). A
+        nonempty ``command.ticket`` names the stored autograd graph. All ranks of the grid call it.
 
         Raises:
             ServedError: the tensors or outputs have no rows, or the model fails on the tensors.
@@ -140,7 +140,7 @@ class TensorCalls:
         return TensorOutput({name: _array(value) for name, value in gradients.items()}, trainer.version)
 
     def update(self, trainer: TenantTrainer, command: OptimStep) -> PlainOutput:
-        """Updates the model's weights by AdamW with the accumulated gradient.
+        """Updates the model's weights by AdamW with the accumulated gradient; returns "grad_norm" and "version".
 
         Drops stored forwards that become more than ``staleness`` updates old. All ranks of the grid call it.
         """

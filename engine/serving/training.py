@@ -168,12 +168,12 @@ class TenantTrainer:
         return self._output(data, results, sums)
 
     def optim_step(self, command: OptimStep) -> PlainOutput:
-        """Updates the weights by AdamW with the accumulated gradient, and clears the gradient.
+        """Updates the weights by AdamW with the accumulated gradient (zero if there is none), and clears the gradient.
 
-        The result has "grad_norm" and "version", the number of updates so far. All ranks of the grid call it.
+        The result has "grad_norm" and "version", the number of updates and loads. All ranks of the grid call it.
 
         Raises:
-            ServedError: there is no accumulated gradient, and the model takes no token ids.
+            ServedError: no gradient was accumulated, and the model takes no token ids for a zero gradient.
         """
         engine = self.engine
         self._retained = None
@@ -187,7 +187,7 @@ class TenantTrainer:
         return PlainOutput({"grad_norm": norm, "version": self.version})
 
     def complete_gradient(self) -> None:
-        """Accumulates a zero gradient if none was accumulated since the last update.
+        """Accumulates a zero gradient, by a pass over filler tokens, if none was accumulated since the last update.
 
         The next update then moves the weights by AdamW's moments alone. All ranks of the grid call it.
 
@@ -218,8 +218,8 @@ class TenantTrainer:
     def load(self, folder: Path, optimizer: bool) -> None:
         """Loads weights and, with ``optimizer``, the optimizer state; drops accumulated gradients.
 
-        ``version`` grows by 1, or to the saved version if that is higher. Without ``optimizer``, the trainer must have
-        made no updates. All ranks of the grid call it.
+        ``version`` grows by 1, or to the saved version if that is higher. Without ``optimizer``, AdamW's moments stay,
+        so use a trainer without updates. All ranks of the grid call it.
         """
         if self._seen:
             self.engine.zero_grad()

@@ -69,7 +69,7 @@ def check_batch(
     attributes of the model have changed on this rank.
 
     Raises:
-        EngineError: batches or grad modes differ, on every rank of the replica; or another rank has no batch.
+        EngineError: batches or grad modes differ between ranks (all ranks raise), or another rank has no batch.
     """
     ranks = comm.grid.size("replica")
     if ranks == 1:
@@ -111,7 +111,8 @@ def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm,
     ``problem``: exception of a trace on this rank, or None.
 
     Raises:
-        EngineError: paths differ, or only some ranks have a ``problem``. Not raised if ``problem`` is no PlanError.
+        EngineError: paths differ, or only some ranks have a ``problem``. With a ``problem`` other than PlanError,
+            this rank returns instead.
     """
     digest = _REFUSED if problem is not None else zlib.crc32(repr(list(paths)).encode())
     mine = torch.tensor([digest], dtype=torch.int64)

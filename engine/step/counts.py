@@ -28,7 +28,7 @@ _NOTHING = RankSchedule((), (), ())
 
 @dataclass(frozen=True, slots=True)
 class StepCount:
-    """Counts of this rank for a step in which data ranks may have different numbers of microbatches."""
+    """Microbatch and row counts of a step in which data ranks may have different numbers of microbatches."""
 
     scheduled: int
     """Microbatches of the schedule, with those that this rank lacks."""

@@ -69,10 +69,11 @@ class MicrobatchRunner:
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
     def trace_all(self) -> None:
-        """Traces the forward of every microbatch before the step's first message; does nothing without a pipeline.
+        """Traces the forward of every microbatch, without communication; does nothing without a pipeline.
 
         Raises:
-            PlanError, or the model's own error.
+            PlanError: a forward does not fit the stages.
+            Exception: error of the model's forward.
         """
         if self._runtime.pipeline is not None:
             for index in range(len(self._microbatches)):
@@ -89,7 +90,7 @@ class MicrobatchRunner:
         return list(self._traced.values())
 
     def trace_again(self) -> None:
-        """Repeats each different trace of the step after a NaN loss on a pipeline, and compares the two.
+        """Makes each different trace of the step again after a NaN loss on a pipeline, and compares it with the first.
 
         Raises:
             EngineError: the forward has changed since it was traced.

@@ -106,7 +106,7 @@ class StepPart:
         return nullcontext()
 
     def begin_backward(self, microbatch: Batch) -> None:
-        """Runs before the backward of a microbatch and the recomputation of its blocks."""
+        """Runs before the backward of a microbatch, and so before any recomputation of checkpointed activations."""
 
     def end_backward(self) -> None:
         """Runs after the backward of a microbatch."""

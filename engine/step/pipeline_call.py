@@ -49,7 +49,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def cut_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchRows, rows: int | None) -> list[Arguments]:
     """Splits arguments of the model's forward into parts of ``rows`` rows; None: one part.
 
-    The last part may have fewer rows. Mappings become plain dicts.
+    The last part may have fewer rows. Mappings become plain dicts. ``cut``: rule that leaves some tensors whole.
 
     Raises:
         EngineError: tensors have different numbers of rows.
@@ -70,7 +70,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def check_joins(trace: ModelTrace, part: Arguments) -> None:
-    """Checks that outputs of several parts of a batch, such as ``part``, can be concatenated along their rows.
+    """Checks that the outputs in ``trace``, a forward on one ``part`` of a batch, can be concatenated along dim 0.
 
     Raises:
         EngineError: an output in ``trace`` has no dim of rows, such as a mean over rows.
@@ -270,7 +270,7 @@ class PipelineCalls:
     def backward(self, which: Backward) -> Iterator[None]:
         """Opens a context for a backward from a loss to the outputs of ``eng(batch)`` calls.
 
-        At its end, the stages run the backwards of these calls.
+        At its end, the stages run the backwards of these calls. ``which.last``: True for the step's last backward.
         """
         arrivals = self._arrivals
         arrivals.open = True
@@ -287,7 +287,7 @@ class PipelineCalls:
 
     @property
     def updates(self) -> int:
-        """Number of possible weight changes so far; a backward raises if its forward came before the last."""
+        """Number of times that weights may have changed; a backward raises if it has grown since the forward."""
         return self._arrivals.updates
 
     @updates.setter
@@ -338,7 +338,8 @@ class PipelineCall:
 
         Raises:
             EngineError: outputs of several parts cannot be joined, or ranks take different paths.
-            PlanError, or the model's own error.
+            PlanError: a forward does not fit the stages.
+            Exception: error of the model's forward.
         """
         problem: Exception | None = None
         try:
@@ -374,7 +375,7 @@ class PipelineCall:
         return joined_parts([self._attached(index, result) for index, result in enumerate(brought)])
 
     def run_back(self, which: Backward) -> None:
-        """Runs the backwards of this rank's stages from the stored output gradients."""
+        """Runs the backwards of this rank's stages from stored output gradients; if ``which.last``, reduces over dp."""
         self._which, self._spent = which, True
         backwards = range(len(self._row.actions) // 2, len(self._row.actions))
         with self._runtime.running(), self._runtime.passes(self._passes(backwards)):
@@ -437,12 +438,15 @@ class PipelineCall:
     # ------------------------------------------------------------------ what the executor calls
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the plan of ``stage`` and the traced tensors of a part, which give the shapes of its messages."""
+        """Returns the plan of ``stage`` and the traced tensors of batch part ``microbatch``, for message shapes."""
         traced = self._traced[microbatch]
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Runs a stage on one part of the batch. The last stage returns the tensor from which its backward starts."""
+        """Runs ``stage`` on batch part ``microbatch``, with tensors ``received`` from other stages.
+
+        Returns tensors to send and, on the last stage, the root of its backward.
+        """
         runtime, (trace, partition) = self._runtime, self._traced[microbatch]
         run, plan = partial(_run, runtime, self._arguments[microbatch]), partition.stages[stage]
         key = self._key if len(self._arguments) == 1 else (*self._key, -1 - microbatch)

@@ -57,7 +57,7 @@ class DelayedUpdates(StepPart):
         return step.problem or late
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Copies the weights of the earlier update from host to device."""
+        """Finishes the update that still runs on the host, if any, and copies its weights to the device."""
         self.bring()
 
     def bring(self) -> None:
@@ -67,7 +67,7 @@ class DelayedUpdates(StepPart):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Opens a context for reads or writes of weights, after the update on the host has ended.
+        """Opens a context for reads or writes of weights, after waiting for an update that runs on the host.
 
         The new weights may still be only on the host.
         """
@@ -75,11 +75,11 @@ class DelayedUpdates(StepPart):
         yield
 
     def saving(self) -> AbstractContextManager[None]:
-        """Returns a context for a checkpoint save, after a wait for the update on the host."""
+        """Returns a context for a checkpoint save, which first waits for an update that runs on the host."""
         return self.changing()
 
     def close(self) -> None:
-        """Waits for the update on the host, and copies its weights to the device without communication."""
+        """Waits for an update that runs on the host, and copies its weights to the device without communication."""
         self._optimizer.end_delayed()
 
 
@@ -93,7 +93,7 @@ class BackgroundReads(StepPart):
         self._pool = ThreadPoolExecutor(1, "weight-reads")
 
     def start(self, read: Callable[[], None]) -> None:
-        """Starts the callback ``read`` in the thread; call :meth:`join` before."""
+        """Starts the callback ``read`` in a background thread; call :meth:`join` before."""
         self._reading = self._pool.submit(read)
 
     def wait(self) -> None:
@@ -119,7 +119,7 @@ class BackgroundReads(StepPart):
         yield
 
     def close(self) -> None:
-        """Waits until the running read ends, and stops the thread."""
+        """Waits until the running read ends, and stops the background thread."""
         self._pool.shutdown()
 
 
@@ -196,7 +196,7 @@ class BalancedRouters(StepPart):
     load is the number of tokens routed to it in the step, on all ranks.
 
     Args:
-        biases: bias buffers [experts], each with the index of its first expert in the counts.
+        biases: bias buffers [experts], each with the index of its first expert among the experts of all layers.
         rate: change of a bias per update (``router_bias_update_rate``).
     """
 
@@ -257,7 +257,10 @@ class EqualGradients(StepPart):
         self._check = check
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Compares the gradients over tp, also after a failed step; returns their error, ``step.problem``, or None."""
+        """Compares gradients over tp, also after a failed step.
+
+        Returns an error if they differ, else ``step.problem``.
+        """
         found = self._check.run(step.sent) if self._check.places else None
         return found or step.problem
 
@@ -267,7 +270,7 @@ _OFTEN = 64
 
 
 class EqualWeights(StepPart):
-    """Step hooks that compare replicated weights between ranks in some steps, by hashes in the all-reduced totals."""
+    """Step hooks that compare hashes of replicated weights between ranks in steps 4, 8, 16, 32 and every 64th."""
 
     order = PartOrder.COPIES
 
@@ -304,11 +307,11 @@ class EncodingResiduals(StepPart):
             residual.mul_(factor)
 
     def after_skip(self) -> None:
-        """Sets all residuals to 0, because the skipped step's gradients are not used."""
+        """Sets all error-feedback residuals to 0, because the skipped step's gradients are not used."""
         self.scaled(0.0)
 
     def undo_step(self) -> None:
-        """Sets all residuals to 0 after a failed step."""
+        """Sets all error-feedback residuals to 0 after a failed step."""
         self.scaled(0.0)
 
 
@@ -393,7 +396,7 @@ class WrittenBuffers(StepPart):
         self.undo_step()
 
     def after_update(self) -> None:
-        """Drops the copies, and records which buffers the step has written."""
+        """Drops the copies of module buffers, and records which of them the step has written."""
         for seen in self._seen:
             key = id(seen.module), seen.leaf
             if key not in self._written and seen.written():

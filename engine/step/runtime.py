@@ -174,7 +174,7 @@ class RankRuntime:
 
     @contextmanager
     def backward(self, which: Backward, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
-        """Opens a context for the backward ``which``.
+        """Opens a context for the backward of the stage and microbatch in ``which``.
 
         ``deferred``: collector of weight gradients for a later call of ``weights``; None: the backward computes them.
         """
@@ -216,8 +216,8 @@ class RankRuntime:
         return which._replace(unequal=True) if unequal else which
 
     def weights(self, which: Backward, deferred: DeferredWeightGrads) -> None:
-        """Computes the weight gradients that an earlier :meth:`backward` has collected in ``deferred``, and reduces
-        them.
+        """Computes the weight gradients that an earlier :meth:`backward` of the stage in ``which`` has collected in
+        ``deferred``, and passes them to the reducer.
         """
         with self.reducer.backward(self._compared(which)):
             deferred.compute(self.reducer.take)
@@ -261,8 +261,9 @@ class RankRuntime:
         self.parts.undo_step()
 
     def close(self) -> None:
-        """Closes the optional features, removes every patch from the model, and stops the gathers of ZeRO 3. Sharded
-        parameters stay sharded.
+        """Closes the optional features, removes the engine's patches from the model, and stops ZeRO 3's gathers.
+
+        Sharded parameters stay sharded.
         """
         for part in self.parts.having(StepPart.close):
             part.close()

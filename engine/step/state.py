@@ -167,12 +167,12 @@ class StepState:
 
     @property
     def divides(self) -> float:
-        """Divisor of the summed gradients, apart from the sum of loss weights: loss scale / ``added_ranks``."""
+        """Divisor of the summed gradients, apart from the sum of loss weights: loss scale / summed data ranks."""
         return self.scale / self.added_ranks
 
     @property
     def counted(self) -> int:
-        """Number of experts with counted tokens, summed over all layers."""
+        """Number of experts in all layers if their tokens are counted, else 0."""
         return 0 if self.experts is None else self.experts.numel()
 
     def again(self) -> "StepState":
@@ -224,8 +224,8 @@ class StepTotals(NamedTuple, Generic[Scalar]):
         """Returns this rank's summands as one fp64 device tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts].
 
         ``speaks``: True on the one rank of each data coordinate that adds loss, weight and tokens. ``stops``: this
-        rank's ``RunControl.stops``. ``unused``: number of parameters with unexpected use. ``metrics``: number of
-        configured metrics.
+        rank's ``RunControl.stops``. ``unused``: number of parameters used otherwise than the optimizer expects.
+        ``metrics``: number of configured metrics.
         """
         share = StepTotals[Tensor | float](
             loss=step.loss if speaks else 0.0,

@@ -68,7 +68,7 @@ class UserHooks(NamedTuple):
 
 
 class TraceCache:
-    """Cache of traced forwards by input shapes and plain values, purpose of the forward, and attributes of the
+    """Cache of traced forwards by input shapes and non-tensor inputs, purpose of the forward, and attributes of the
     model.
     """
 
@@ -125,7 +125,7 @@ class TraceCache:
         ``kind``: purpose of the forward, such as "train".
 
         Raises:
-            PlanError: the forward of this input does not fit the partition of the plan.
+            PlanError: the forward of this input does not fit the planned pipeline stages.
             EngineError: a module with the user's backward hook runs on several stages, or sends to another stage.
         """
         traced = self._of(microbatch, kind, run)

@@ -45,7 +45,7 @@ _MANAGED_KEYS = 2**16
 
 
 class LoopState(Enum):
-    """Position of the user's training loop between calls of engine methods."""
+    """Phase of the user's training loop between engine calls, such as a forward without its backward yet."""
 
     LEFT = auto()
     """No call has come since the engine's last ``train_batch``, load or save."""
@@ -59,7 +59,7 @@ class LoopState(Enum):
 
 @dataclass(slots=True)
 class LoopControl:
-    """Settings of the user's training loop for later steps. Calls may set them before the model is sharded."""
+    """Settings of the user's training loop for later steps. They may be set before the model is sharded."""
 
     boundary: bool | None = None
     """True if the next ``step`` updates the weights; None: after ``gradient_accumulation_steps`` calls."""

@@ -121,7 +121,7 @@ class SweepConfig:
 
     @property
     def folder(self) -> Path:
-        """Folder next to the journal file, with one subfolder for each trial."""
+        """Folder next to Optuna's journal file of the sweep, with one subfolder for each trial."""
         return Path(f"{self.journal}.trials").absolute()
 
     @property
@@ -133,7 +133,7 @@ class SweepConfig:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings, as JSON values by name, that must be equal in all processes with the same journal file."""
+        """Settings, as JSON values by name, that must be equal in all processes of one sweep."""
         space = {each.path: {each.form: list(each.values)} for each in self.space}
         return {"space": space, "metric": self.metric, "direction": self.direction, "grid": self.grid}
 

@@ -310,7 +310,7 @@ class SweepStudy:
     # ------------------------------------------------------------------ results
 
     def rows(self) -> list[TrialRow]:
-        """Returns one row for each trial in the journal, in the order of the trials' numbers."""
+        """Returns one row for each trial of the sweep, in the order of the trials' numbers."""
         return [self._row(each) for each in self._study.get_trials(deepcopy=False)]
 
     def best(self) -> TrialRow | None:

@@ -101,7 +101,7 @@ class Sweep:
             self.tell()
 
     def rows(self) -> list[TrialRow]:
-        """Returns one row for each trial in the journal on rank 0, and an empty list on other ranks."""
+        """Returns, on rank 0, one row for each trial of the sweep, and an empty list on other ranks."""
         return self._study.rows() if self._study is not None else []
 
     def best(self) -> TrialRow | None:

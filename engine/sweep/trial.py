@@ -162,9 +162,9 @@ class SweepTrial:
         return folder if folder.is_relative_to(self.folder) else self.folder / folder.name
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the folder for a load from ``folder``: the trial's own if it has checkpoints, else ``folder``.
+        """Returns the trial's folder with the name of ``folder``, or ``folder`` if that one has no checkpoints.
 
-        Before the engine's first update, it is the folder with the trial's newest checkpoint.
+        Before the first update, also considers the trial's checkpoint folder; the newest checkpoint decides.
         """
         if folder.is_relative_to(self.folder) and self.updates:
             return folder

@@ -148,7 +148,7 @@ class Hub:
         return found
 
     def broadcast(self, message: Message) -> None:
-        """Sends a message to all connected hosts; ``poll`` sends bytes that must wait."""
+        """Sends a message to all connected hosts without blocking; ``poll`` sends the bytes that remain."""
         for line in self.lines:
             if line.open:
                 line.send(message)
@@ -202,7 +202,7 @@ class Spoke:
         return found
 
     def send(self, message: Message) -> None:
-        """Sends a message to the hub, or drops it without a connection; ``poll`` sends bytes that must wait."""
+        """Sends a message to the hub without blocking, or drops it without a connection; ``poll`` sends the rest."""
         if self._line is not None and self._line.open and not self._opening:
             self._line.send(message)
 

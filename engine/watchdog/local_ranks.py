@@ -191,7 +191,7 @@ class LocalRanks:
         return {rank: path.read_text(errors="replace") for rank, path in paths.items() if path.exists()}
 
     def events(self) -> dict[int, list[TimedEvent]]:
-        """Returns the 200 newest events of each rank of this host, including ended ones, by global rank."""
+        """Returns the 200 newest events of each rank of this host, including ended ranks, by global rank."""
         return {rank: timed(local.file.events(), local.file.read().wall_offset) for rank, local in self.ranks.items()}
 
     def tell_launcher(self, rank: int, sentence: str) -> None:

@@ -109,7 +109,7 @@ class Monitor:
     def run(self) -> None:
         """Watches the ranks of this host until all have ended or closed their engines.
 
-        A reported hang sets a time limit, after which it kills the ranks that still run.
+        After a report, kills the ranks that still run: some seconds later if a rank has ended, else at once.
         """
         poll = min(_MOST_POLL_SECONDS, self.orders.timeout / 20)
         try:

@@ -55,7 +55,7 @@ class Window:
 
     @property
     def step_seconds(self) -> float:
-        """Largest time of a rank per training step, in seconds: its computation plus the transfers of its links."""
+        """Largest time of a rank per training step, in seconds: computation plus transfers with its peer ranks."""
         waits = {rank: 0.0 for rank in self.computed}
         for link, seconds in self.waited.items():
             for rank in link.ranks:
@@ -94,8 +94,8 @@ def _is_message(stream: str) -> bool:
 class SlowLinks:
     """Detector of slow links; a link is a group of ranks with collectives, or a sender and its receiver.
 
-    A link is slow if transfers take more than ``factor`` times the median of links with equal calls, or the link's own
-    best time. Each link is reported once.
+    A link is slow if transfers take more than ``factor`` times the median of links with the same stream name and
+    pipeline stages, or its own best time. Each link is reported once.
     """
 
     def __init__(self, factor: float) -> None:

@@ -60,7 +60,7 @@ def _peers(stream: str, axis: str, peer: int, flight: Flight) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitView:
-    """Total time that a rank has waited in one stream since its start.
+    """Total time that a rank has waited in one stream since the rank started.
 
     A stream is the sequence of collectives of one group, or of messages from one rank to another.
     """

@@ -165,5 +165,8 @@ class _Remote(torch.autograd.Function):
 
 
 def remote(url: str, model: str = "shared", **options: Any) -> RemoteModel:
-    """Returns a :class:`RemoteModel` for ``model`` of the service at ``url``; ``options`` are further arguments."""
+    """Returns a :class:`RemoteModel` for ``model`` of the service at ``url``.
+
+    ``options`` are the other arguments of :class:`RemoteModel`.
+    """
     return RemoteModel(url, model, **options)

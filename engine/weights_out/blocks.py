@@ -129,7 +129,7 @@ class WeightBlocks:
         """Returns a destination for the tensors ``keys``, to be filled by ``fetch``.
 
         Args:
-            memory: callback that returns a host tensor for each key; called once.
+            memory: callback without arguments, called once, that returns a host tensor by key for all ``keys``.
             old: True if these tensors have values of an earlier version, so that only changed blocks are read.
         """
         opened, wanted = cache(memory), [self.geometry.whole(key) for key in keys]

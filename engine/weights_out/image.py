@@ -87,7 +87,7 @@ class WeightImage:
 
         Args:
             values: new elements of the tensor, on any device.
-            held: piece that ``values`` has; it contains the image's elements.
+            held: positions of ``values`` in the tensor; they include all elements of the image.
         """
         copy_shared(values, held, self._values[key], self.owned[key])
         with self._lock:

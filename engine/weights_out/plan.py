@@ -70,7 +70,7 @@ class Flow:
     def places(self, block: int, side: Side) -> slice | Numbers:
         """Returns the positions of the elements of block ``block``, as a slice or an array of indices.
 
-        They count in the serving rank's piece for the ``side`` "source", in the receiver's piece for "target".
+        Position 0 is the start of the serving rank's piece for the ``side`` "source", of the wanted piece for "target".
         """
         ends, starts = self._ends, self.runs.source if side == "source" else self.runs.target
         first = block * (BLOCK // self.width)

@@ -182,8 +182,8 @@ class WeightPublisher:
         Returns a handle, or None if ``waits`` is False and a receiver still reads the last version.
 
         Args:
-            waits: True to wait until receivers have read the last version, at most until its deadline. False: no wait,
-                but a thread may copy weights until the next update.
+            waits: True to wait until receivers have read the last version, at most ``settings.deadline`` seconds.
+                False: no wait, but a thread may copy weights until the next update.
         """
         told = from_first(lambda: self._begin(waits), self._run.comm, self._run.device)
         if not told:
@@ -297,7 +297,7 @@ class WeightPublisher:
 def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[str, Piece]:
     """Returns the elements that ``rank`` serves to receivers, by tensor key.
 
-    They are the elements that this rank saves in checkpoints.
+    They are the elements that ``rank`` saves in checkpoints, except for quantized tensors.
     """
     ownership, found = run.ownership, dict[str, Piece]()
     grid, coord = ownership.grid, ownership.grid.coord(rank)

@@ -112,7 +112,7 @@ class WeightReader:
         Args:
             known: version that the receiver has; None: none.
             until: time (``monotonic``) at which the lease ends.
-            peer: address and elements that this receiver serves to later receivers; None: it serves none.
+            peer: address of this receiver, and the elements that it serves to later receivers; None: it serves none.
 
         Raises:
             EngineError: the training does not answer in time, or refuses.
@@ -145,7 +145,8 @@ class WeightReader:
 
         Args:
             into: destination, with the wanted pieces and the receiver's present values.
-            known: result of an earlier call for the present values and the same ``peers``; None: hashes are computed.
+            known: result of an earlier call for the present values and the same ``peers`` (earlier receivers); None:
+                hashes are computed.
             until: time (``monotonic``) after which reading fails.
 
         Raises:

@@ -164,7 +164,7 @@ class WeightReceiver:
     def update(self) -> WeightVersion | None:
         """Copies the newest version into the targets and returns it; returns None if the targets have it already.
 
-        Call it while nothing uses the targets. All receivers of the group must call it.
+        Call it while nothing uses the targets. Receivers that update as a group must all call it.
 
         Raises:
             EngineError: the version was late or damaged, or another receiver of the group lacks it. The targets then

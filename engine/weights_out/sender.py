@@ -216,7 +216,7 @@ def check_run(call: HashesCall | LeaseCall, run: str) -> None:
     """Refuses a request ``call`` for a version of another run than ``run``.
 
     Raises:
-        StoreRefusedError: the training has started again since.
+        StoreRefusedError: the runs differ, because the training has started again.
     """
     if call.run != run:
         raise StoreRefusedError(f"version {call.number} is of an earlier run; read the newest version.", GONE)

@@ -70,7 +70,7 @@ class Shadows:
     def arrived(self, key: str) -> None:
         """Notes that one flow (the elements from one serving rank) of tensor ``key`` has arrived.
 
-        The last flow of a tensor calls ``ready``.
+        After the tensor's last flow, calls the callback ``ready`` with ``key``.
         """
         with self._lock:
             self._left[key] -= 1
@@ -148,7 +148,7 @@ class Transfer:
     """Receivers from which nothing more is read."""
 
     def run(self, known: Sequence[Hashes] | None) -> list[Hashes]:
-        """Reads into ``into`` all blocks (256 KiB of a tensor) that differ from the receiver's values.
+        """Reads into the tensors ``into`` all blocks (256 KiB of a tensor) that differ from the receiver's values.
 
         Returns the hashes of all blocks of each flow (wanted elements that the owner has).
 

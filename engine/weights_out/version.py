@@ -157,7 +157,7 @@ class LeaseReply:
 
 @dataclass(frozen=True, slots=True)
 class HashesCall:
-    """Request for hashes of the blocks (256 KiB of a tensor) that one serving rank has of the wanted pieces."""
+    """Request for hashes of the blocks (256 KiB of a tensor) that one serving rank has of the pieces ``wanted``."""
 
     run: str
     """Run of the version: a trainer that has started again must not complete a version of the one before it."""
@@ -171,7 +171,7 @@ class HashesCall:
 
 @dataclass(frozen=True, slots=True)
 class HashesReply:
-    """Reply with the xxh3-64 hashes of blocks of 256 KiB, one text for each wanted piece on the serving rank.
+    """Reply with the xxh3-64 hashes of blocks of 256 KiB, one text for each requested piece that the rank serves.
 
     Each hash is 16 hexadecimal digits, little-endian.
     """
@@ -185,8 +185,8 @@ class HashesReply:
 class BlocksCall:
     """Request for the bytes of blocks of 256 KiB, in the order of ``blocks``.
 
-    An entry is (flow, first block, block after the last). A flow is an index into the wanted pieces on the serving
-    rank.
+    An entry is (flow, first block, block after the last). ``flow`` is an index into the pieces of the
+    ``HashesCall`` that have elements on the serving rank.
     """
 
     number: int

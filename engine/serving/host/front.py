@@ -88,7 +88,7 @@ class LedgerSource:
         ``finish`` needs the key. After ``stop``, returns ("", ``Stop()``).
 
         Raises:
-            CheckpointError: a snapshot of an earlier process could not be loaded.
+            CheckpointError: a snapshot (saved model state) of an earlier process could not be loaded.
         """
         if self._ledger.queue.is_closed:
             return "", Stop()
@@ -109,7 +109,7 @@ class LedgerSource:
         self._ledger.finish(self._running, result, retained)
 
     def stop(self) -> None:
-        """Ends the loop after the current command; any thread or signal handler may call it."""
+        """Ends the command loop after the current command; any thread or signal handler may call it."""
         self._ledger.queue.close()
 
 
@@ -129,10 +129,10 @@ def open_front(
     """Opens the journal (record of accepted commands), serves HTTP in a thread, and yields rank 0's source of commands.
 
     Args:
-        serve: section of the configuration.
+        serve: section ``serve`` of the configuration.
         model: facts about the base model, for checks of requests.
         ready: callback that receives a line with the address once the socket listens.
-        journals: False for a caller's own engine, since no journal restores its state.
+        journals: False: no journal is opened, because none could restore a caller's own engine.
 
     Raises:
         LaunchError: the address cannot be served, or starlette, uvicorn or protobuf are not installed.
@@ -182,7 +182,7 @@ def _tell_failure(end: Callable[[str], None], kind: object, error: BaseException
 
 
 def check_journal(folder: Path) -> Mapping[str, int]:
-    """Reads the journal in the folder of a service without changing it.
+    """Reads the journal (accepted commands) in the folder of a service, without changing it.
 
     Returns the numbers of "sessions", "models", "snapshots" and "commands" that a start would restore or run again.
 

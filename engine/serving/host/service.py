@@ -53,7 +53,7 @@ def serve_folder(config: Config, folder: Path) -> None:
 
     Raises:
         ConfigError: the folder has no causal language model.
-        EngineError: configuration, address or journal are wrong, or a rank is lost.
+        EngineError: configuration, address or journal (stored commands) are wrong, or a rank is lost.
     """
     settings = config.serve or ServeConfig()
     check_front(settings, read_world().rank)

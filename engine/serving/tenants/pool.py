@@ -63,8 +63,8 @@ class TenantPool:
     are offloaded to the host. All ranks call all methods in the same order.
 
     Args:
-        build_base: function that builds the base model, equal on all ranks; on the meta device only with
-            ``checkpoint.init_from``.
+        build_base: function that builds the base model, equal on all ranks; it may use the meta device if
+            ``checkpoint.init_from`` is set.
         config: grid, ZeRO, precision and optimizer of the base and of every tenant; AdamW by default.
         limits: maximum numbers of tenants, and maximum LoRA rank.
         example_batch: microbatch with the tensors of the tenants' batches, for planning; None: one row of token ids.
@@ -123,7 +123,7 @@ class TenantPool:
     def get(self, model_id: str) -> Engine:
         """Returns the engine of a tenant.
 
-        A full copy first moves to the device, and the other full copies move to the host.
+        If the tenant is a full copy, it first moves to the device, and all other full copies move to the host.
 
         Raises:
             EngineError: there is no such tenant.

@@ -24,7 +24,7 @@ from engine.serving.tenants.adapters import adapted_name
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """Returns a copy of ``model`` with frozen parameters on the meta device.
+    """Returns a copy of ``model``, in which all parameters are frozen and on the meta device.
 
     Tied parameters stay tied.
     """

@@ -40,11 +40,11 @@ class ServiceApplication:
     """ASGI application of a training service: it submits HTTP requests as commands, and replies with their results.
 
     Args:
-        ledger: record of the service's commands and results; the application sets its ``on_finish``.
+        ledger: record of the service's commands and results; the application replaces its callback for results.
         model: facts about the base model, for checks of requests.
         token: secret that requests must carry, as X-API-Key or bearer token; empty: none.
         body_bytes: maximum bytes of the body of a request.
-        creates_shared: True if the first tensors for the model "shared" create it.
+        creates_shared: True if the first request with tensors for the model "shared" creates this model.
     """
 
     def __init__(

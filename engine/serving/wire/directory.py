@@ -49,7 +49,7 @@ class Directory:
     An entry is a mapping of JSON values, stored in the ledger.
 
     Args:
-        ledger: record of the service's commands and results; the directory sets its ``on_finish``.
+        ledger: record of the service's commands and results; its callback for results becomes ``record_result``.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -69,7 +69,7 @@ class Directory:
     def open_session(self, name: str, attempt: str, values: Mapping[str, Any]) -> JournalRecord:
         """Opens the client session ``name`` with the facts ``values`` and the idempotency key ``attempt``.
 
-        Returns a record, which the caller appends to the journal.
+        Returns a record, which the caller appends to the service's journal on disk.
         """
         self.ledger.open_session(name)
         if attempt:
@@ -77,7 +77,7 @@ class Directory:
         return self.ledger.note(SESSION, name, {"attempt": attempt, "time": now(), **values})
 
     def forget_sessions(self) -> None:
-        """Removes ended client sessions, with their sampling sessions and unnamed saves."""
+        """Removes ended client sessions, their sampling sessions, and the weights that they saved without a name."""
         for name in [one for one in self.notes(SESSION) if one not in self.ledger.sessions]:
             self._by_attempt.pop(self.notes(SESSION).pop(name).get("attempt"), None)
             for kind in (SAMPLER, RUN):
@@ -138,7 +138,7 @@ class Directory:
     def record_result(self, entry: FutureEntry, result: Result) -> list[JournalRecord]:
         """Adds the training run or saved weights that the command of ``entry`` has made.
 
-        Returns records that must be in the journal before a client sees ``result``.
+        Returns records that must be in the service's journal on disk before a client sees ``result``.
         """
         if isinstance(result, Failure):
             return []
@@ -206,9 +206,9 @@ class Directory:
             self.remove_weights(path)
 
     def checkpoints(self, run: str | None = None) -> list[dict[str, Any]]:
-        """Returns the named saves of the training run ``run``, or of all runs, newest first.
+        """Returns the weights that the training run ``run``, or any run, has saved under a name, newest first.
 
-        Each has the JSON form of the Tinker training API.
+        Each entry has the JSON form of the Tinker training API.
         """
         found = [
             _checkpoint(path, note)

@@ -15,7 +15,7 @@ _NO_DEFAULT: Any = object()
 
 
 class BodyFields:
-    """Typed reader of the fields of a JSON object in a request; errors name its path ``at``.
+    """Typed reader of the fields of a JSON object; ``at``: the object's path in the request, for errors.
 
     A method raises RequestRefusedError with status 422 if a field is invalid, or is missing without ``default``.
     """

@@ -50,7 +50,7 @@ def _values(entry: FutureEntry, result: PlainOutput) -> Mapping[str, Any]:
 def trained_bytes(result: TrainedOutput) -> bytes:
     """Returns ``result`` as a serialized ForwardBackwardOutput message.
 
-    Consecutive data share a record if their outputs have equal shapes, apart from the first dimension.
+    Consecutive data share an ArrayRecord message if their outputs have equal shapes, apart from the first dimension.
     """
     message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
     for name, value in result.metrics.items():

@@ -45,7 +45,7 @@ _NODE_KINDS = ("placeholder", "call_function", "call_method", "output")
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """Commands of one request as ledger entries, with further fields of the immediate reply.
+    """Commands of one request (``entries``), with further fields of the immediate HTTP reply (``reply``).
 
     The client waits for the result of the last entry.
     """

@@ -40,7 +40,7 @@ class FutureRoutes:
     """Handlers of the HTTP routes that open sessions, accept commands, and return the results of accepted commands.
 
     Args:
-        ledger: ledger that accepts the commands.
+        ledger: record of the service's commands and results.
         directory: sessions, training runs and saved weights.
         reader: parser of the requests.
         read_body: callback that returns the body of a request, or refuses a long body.

@@ -59,8 +59,8 @@ class TensorRoutes:
     """HTTP routes by which clients send tensors to a model, and get outputs and gradients back.
 
     Args:
-        ledger: ledger to which the routes submit the command of each request.
-        futures: handlers that wait for the journal and for results.
+        ledger: record of the service's commands, to which the routes add the command of each request.
+        futures: handlers that wait until a command is on disk, and for its result.
         read_body: callback that returns the body of a request, or refuses a long body.
         creates: True if the first request for the model "shared" creates it, with all parameters trainable.
     """
