@@ -33,9 +33,9 @@ def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[
 
 
 def parameterless_copy(child: nn.Module) -> nn.Module:
-    """Returns a copy of ``child``, a module without parameters, in which a nonlinear function replaces dropout.
+    """Returns a copy of ``child``; the copy has a nonlinear function in place of each dropout.
 
-    A comparison of two copies thus detects a dropout at another position.
+    A comparison of two copies thus detects a dropout at another position. ``child`` has no parameters.
     """
     if isinstance(child, _DropoutNd):
         return _Bent()
@@ -82,7 +82,9 @@ def sizes_of(layer: Any) -> tuple[int, int]:
 
 
 def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
-    """Returns a random float64 linear layer from ``inputs`` to ``outputs`` features, with a bias if ``like`` has it."""
+    """Returns a random float64 linear layer from ``inputs`` to ``outputs`` features, with a bias if layer ``like`` has
+    one.
+    """
     layer = nn.Linear(inputs, outputs, like.bias is not None, device="meta", dtype=torch.float64)
     for place, (name, parameter) in enumerate(layer.named_parameters()):
         setattr(layer, name, nn.Parameter(random(*parameter.shape, seed=2 * seed + place)))
@@ -90,9 +92,10 @@ def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
 
 
 def agrees_in_use(module: nn.Module, forward: Function, operator: Function, width: int) -> bool:
-    """Returns True if ``forward`` and ``operator`` agree for random inputs of all ``SCALES``, in train and eval mode.
+    """Returns True if ``forward`` and ``operator`` have equal outputs and gradients, in train and eval mode.
 
-    ``module``: a copy of the module with this ``forward``; ``width``: number of features of the inputs.
+    It tries random inputs with ``width`` features, scaled by 1, 30 and 1e4. ``module``: owner of ``forward``; its mode
+    changes.
     """
     parameters = list(module.parameters())
     for training in (True, False):

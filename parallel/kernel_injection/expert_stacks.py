@@ -65,7 +65,8 @@ class GroupedStack(NamedTuple):
         return f"{inner}{other}, {self.down}, all experts at once"
 
     def run(self, module: nn.Module, x: Tensor, numbers: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
-        """Returns the output [T, H] of ``module`` for the rows ``x`` [T, H], by grouped products, without a host wait.
+        """Returns the output [T, H] of ``module`` for the rows ``x`` [T, H], by grouped matrix products, without a host
+        wait.
 
         ``numbers`` [T, k]: indices of the k experts of each row; ``weights`` [T, k]: their routing weights. An index
         outside the range of experts adds nothing.
@@ -96,10 +97,10 @@ class GroupedStack(NamedTuple):
 
 
 def find_expert_stack(module: nn.Module) -> GroupedStack | None:
-    """Returns a description of the MoE experts that ``module`` computes in a loop over stacked weights; None if no form
-    fits.
+    """Returns a description of the MoE experts that ``module`` computes in a loop over stacked weights; None if it
+    computes none.
 
-    It compares outputs and gradients of small copies.
+    It compares outputs and gradients of small copies of ``module`` with known formulas.
     """
     forward, stacks = own_forward(module), {name: p for name, p in module._parameters.items() if p is not None}
     if forward is None or len(stacks) not in (2, 3) or any(p.dim() != 3 for p in stacks.values()):
@@ -238,7 +239,8 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def injected_experts(found: GroupedStack, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward for a module with the stacked experts ``found`` that computes them by grouped products.
+    """Returns a forward for a module with stacked experts; it computes the experts ``found`` by grouped matrix
+    products.
 
     Unsupported inputs, and experts that tensor ranks shard along their width, use the original forward ``own``.
     """

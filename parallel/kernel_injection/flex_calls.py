@@ -35,8 +35,9 @@ _NAMES = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kerne
 
 
 def redirect_flex(model: nn.Module, patches: ForwardPatches) -> None:
-    """Replaces PyTorch's flex attention, in methods of ``model``, by an operator that traces and sharded tensors
-    support.
+    """Makes the modules of ``model`` call the engine's flex attention operator in place of PyTorch's.
+
+    The engine's operator can be traced, and accepts sharded tensors.
     """
     if _FLEX_MODULE not in sys.modules:
         return

@@ -51,7 +51,10 @@ LAZY_HEAD = "loss"
 
 
 def describe_replacements(replacements: Sequence[Replacement]) -> list[str]:
-    """Returns a line of text for each operator and group of modules with names that differ only in numbers."""
+    """Returns one line of text for each operator and group of modules.
+
+    Names in a group differ only in numbers, such as "layers.*.norm".
+    """
     groups = Counter((r.operator, starred(r.module), r.detail) for r in replacements)
     return [f"{operator:<7} {name} ({count}): {detail}" for (operator, name, detail), count in groups.items()]
 

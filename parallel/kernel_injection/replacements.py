@@ -52,7 +52,7 @@ _NORM_SCALES = (1.0, 1e-3, 1e2, 0.0)
 
 
 class NormModule(NamedTuple):
-    """Norm that a module computes, with the names of its parameters."""
+    """Description of the norm that a module computes: its settings, and the names of the module's parameters."""
 
     form: Norm
     weight: str
@@ -60,7 +60,7 @@ class NormModule(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Description of the norm for reports: its kind, its eps, and the offset of its weight."""
+        """Description of the norm for reports: its kind, its eps, and the number added to its weight, if any."""
         kind = "LayerNorm" if self.form.centered else "RMSNorm"
         return f"{kind}, eps {self.form.eps:g}{', weights from 1' * bool(self.form.offset)}"
 
@@ -203,9 +203,9 @@ class GatedModule(NamedTuple):
 
 
 def find_gated(module: nn.Module) -> GatedModule | None:
-    """Returns a description of the gated MLP that ``module`` computes; None if no form fits.
+    """Returns a description of the gated MLP that ``module`` computes; None if it computes none.
 
-    It compares outputs and gradients of a small copy.
+    It compares outputs and gradients of a small copy with known formulas.
     """
     forward = own_forward(module)
     linear = {name: child for name, child in module.named_children() if is_linear(child)}
@@ -269,7 +269,9 @@ def injected_gated_mlp(found: GatedModule, own: Callable[..., Any], kernels: Ker
 
 
 class ActivatedLinear(NamedTuple):
-    """Linear layer and activation module that one kernel can compute: their names in the parent, and the function."""
+    """Linear layer and activation module that one kernel can compute: their names in the parent module, and the
+    activation.
+    """
 
     linear: str
     act: str
@@ -277,8 +279,8 @@ class ActivatedLinear(NamedTuple):
 
 
 def find_activated(module: nn.Module) -> ActivatedLinear | None:
-    """Returns the linear layer of ``module`` with an output that only an activation module reads; None if there is
-    none.
+    """Returns the linear layer of ``module`` that feeds only an activation module, and this activation; None if there
+    is none.
 
     It compares outputs and gradients of small copies.
     """
@@ -336,9 +338,10 @@ def _kind(child: nn.Module) -> Activation | None:
 
 
 def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward for the linear layer ``found`` that also applies its activation, sharded or not.
+    """Returns a forward that computes the linear layer ``found``, sharded or not, and then its activation.
 
-    After sharding, ``tensor.deferred_linear.fuse`` gives replicated and column layers a kernel for both.
+    After sharding, ``tensor.deferred_linear.fuse`` gives replicated and column layers one kernel for layer and
+    activation.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed
     Args:
         deep: True divides an element that contains a ModuleList or Sequential into the inner elements.
         mixed: True accepts a ModuleList or Sequential of modules of different classes.
-        closed: names of modules with lists that are not divided, such as lists of experts.
+        closed: names of modules; lists inside them, such as lists of experts, are not divided.
     """
     inside = {id(module) for name in closed for module in model.get_submodule(name).modules()}
     walk = _Walk(deep, mixed, inside)
@@ -51,7 +51,7 @@ def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed
 
 
 def open_units(units: Units, names: Iterable[str]) -> Units:
-    """Replaces each unit named in ``names`` by its children, so that a trace records each child."""
+    """Returns ``units`` with each unit in ``names`` replaced by its children, so that a trace records each child."""
     opened = set(names)
     modules: dict[str, nn.Module] = {}
     blocks: list[str] = []
@@ -64,7 +64,7 @@ def open_units(units: Units, names: Iterable[str]) -> Units:
 
 
 def open_around(units: Units, names: Iterable[str]) -> Units:
-    """Replaces units by their children until each module in ``names`` is itself a unit.
+    """Returns ``units`` with entries replaced by their children until each module in ``names`` is itself a unit.
 
     Ignores names without a module or without parameters.
     """

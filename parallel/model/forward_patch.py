@@ -238,7 +238,10 @@ class Interception:
     """
 
     def install(self, unit: str, module: nn.Module, note: str) -> None:
-        """Makes calls of ``module``, named ``unit``, run the handler. ``note``: effect of the patch, for reports."""
+        """Makes calls of ``module``, named ``unit``, run ``self.handler`` in place of its forward.
+
+        ``note``: effect of the patch, for reports.
+        """
         compiled = getattr(module, _COMPILED, None)
         own: Callable[..., Any] = getattr(module, _FORWARD if compiled is None else _COMPILED)
 

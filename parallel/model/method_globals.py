@@ -21,7 +21,7 @@ _DEEPEST = 16
 def replace_in_methods(
     model: nn.Module, patches: ForwardPatches, layer: PatchLayer, note: str, choose: Choice, libraries: bool = True
 ) -> None:
-    """Patches methods in ``model`` so that they read replacements of their globals.
+    """Patches methods of the modules of ``model`` so that they read replacements of their globals.
 
     ``choose`` returns the replacement of a global's value, or the value itself. ``libraries``: True to patch also
     methods of libraries such as transformers.

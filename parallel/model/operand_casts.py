@@ -33,7 +33,10 @@ class QuietMode(TorchFunctionMode):
 
 
 class OperandCasts(QuietMode):
-    """Torch function mode that casts operands of different dtypes to the compute dtype for functions of one dtype."""
+    """Torch function mode that casts operands of different dtypes to the compute dtype.
+
+    It affects functions that require operands of one dtype, such as ``matmul``.
+    """
 
     def __init__(self, compute: torch.dtype) -> None:
         super().__init__()
@@ -46,7 +49,8 @@ class OperandCasts(QuietMode):
     def forward(self, whole: bool) -> Iterator[None]:
         """Casts operands of different dtypes in the forward inside the context.
 
-        ``whole``: True for a forward of the whole model. Later forwards skip the mode if this forward needs no cast.
+        ``whole``: True for a forward of the whole model. Later forwards run without this mode if this forward needs no
+        cast.
         """
         kind = torch.is_grad_enabled()
         if not self._needed.get(kind, True):

@@ -22,7 +22,10 @@ _PUT_ON = "_activate_lora"
 
 
 def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches PEFT's adapters of single parameters so that a call leaves the module's parameters unchanged."""
+    """Patches PEFT's adapters of single parameters.
+
+    A call of such an adapter then leaves the parameters of the adapted module unchanged.
+    """
     for module in model.modules():
         if _adapts(module):
             with patches.changing(module, PatchLayer.GATHER, "adds an adapter to a weight without a counted write"):

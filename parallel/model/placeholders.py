@@ -31,7 +31,9 @@ class PlaceholderPool:
         self._made: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def give(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a new tensor object of ``shape`` and ``dtype`` over the shared element of memory."""
+        """Returns a new tensor object of ``shape`` and ``dtype``; tensors of equal shape and dtype share one element of
+        memory.
+        """
         if (shape, dtype) not in self._made:
             with torch.inference_mode(False):  # the first caller may be in inference mode, later callers may not
                 self._made[shape, dtype] = placeholder(shape, dtype, self._device)
@@ -67,7 +69,7 @@ def replace_absent(model: nn.Module, present: Collection[str], device: torch.dev
 
 
 def trainable(parameter: Tensor) -> bool:
-    """Returns True if the plan marks ``parameter`` as trainable; without a mark, returns ``requires_grad``."""
+    """Returns True if ``parameter`` is marked as trainable; without a mark, returns ``requires_grad``."""
     return bool(getattr(parameter, PLANNED_TRAINABLE, parameter.requires_grad))
 
 

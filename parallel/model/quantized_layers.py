@@ -25,7 +25,7 @@ from engine.parallel.shard_table import ShardRow
 class QuantizedLayer(nn.Module):
     """Mixin for a layer class with frozen quantized weights, stored as codes and scales.
 
-    A read of ``weight`` computes the matrix.
+    A read of ``weight`` dequantizes it.
     """
 
 
@@ -35,7 +35,8 @@ _Held = tuple[QuantizedShape, torch.dtype]
 
 @torch.no_grad()
 def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
-    """Returns the quantized shard of ``full`` for a rank at ``holder``: codes and scales, uint8 [bytes].
+    """Returns the quantized shard of ``full`` for the rank with the indices ``holder``: codes and scales, uint8
+    [bytes].
 
     ``row``: sharding of the parameter. Scales are computed from the full matrix, so values do not depend on the number
     of ranks.
@@ -52,9 +53,9 @@ def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
 
 
 def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
-    """Changes the classes of layers with quantized parameters: a read of ``weight`` computes the matrix.
+    """Changes the classes of layers with quantized parameters: a read of ``weight`` dequantizes it.
 
-    ``held``: (form of the codes, dtype of the matrix) of each quantized parameter, by name.
+    ``held``: (quantized shape, dtype of the dequantized weight) of each quantized parameter, by name.
     """
     named = {id(parameter): held[name] for name, parameter in model.named_parameters() if name in held}
     classes: dict[tuple[type, tuple[tuple[str, _Held], ...]], type] = {}

@@ -67,7 +67,9 @@ def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
 
 
 class StreamPosition(NamedTuple):
-    """Position in a microbatch for a seed: key of the microbatch, and number of modules that have run."""
+    """Position in a microbatch, from which a seed is derived: key of the microbatch, and number of modules that have
+    run.
+    """
 
     key: tuple[int, ...]
     ended: tuple[int, ...] = ()
@@ -130,7 +132,7 @@ class RandomStreams:
                 self._now = None
 
     def draw_again(self) -> None:
-        """Seeds Python's and NumPy's generators for the recomputation of a block as in its forward."""
+        """Seeds Python's and NumPy's generators from torch's seed, which the recomputation of a block has restored."""
         self._host.again(_entry_seed())
 
     def end_backward(self) -> None:
@@ -301,7 +303,7 @@ class HostDraws:
         """Seeds Python's and NumPy's generators for a forward inside the context, if the model draws from them.
 
         ``step``: identifies the training step. ``training``: mode of the model. ``known``: True if the forward draws,
-        False if not; None: watch for draws.
+        False if not; None: a mode's or step's first forward is watched for draws.
         """
         self.end_backward()
         self._drawn = self._drawn or known is True

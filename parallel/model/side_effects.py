@@ -137,7 +137,9 @@ class AttributeState:
         return self._last
 
     def same(self, one: State, other: State) -> bool:
-        """Returns True if ``one`` and ``other``, results of :meth:`read`, differ only in excluded attributes."""
+        """Returns True if ``one`` and ``other``, results of :meth:`read`, differ only in attributes excluded by
+        :meth:`settle`.
+        """
         return one is other or self._idle.issuperset(_changed(one, other))
 
     def settle(self, one: State, other: State) -> None:

@@ -162,7 +162,7 @@ def weight_gradient(
 
 
 def unless_added(compute: "partial[Tensor]", main: MainGradient | None, node: Any | None) -> Tensor | None:
-    """Computes a weight gradient and returns it, or adds it in place to ``main`` and returns None.
+    """Computes a weight gradient. If possible, adds it in place to ``main`` and returns None; otherwise returns it.
 
     ``main``: buffer that sums the weight's gradients. ``compute``: :func:`weight_gradient` with bound arguments.
     ``node``: autograd node that accumulates the gradient, or None.
@@ -219,7 +219,7 @@ class FusedForward:
 def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:
     """Makes the linear layer ``layer`` apply ``activation`` to its output, in the matrix product's kernel if possible.
 
-    ``kernels``: implementation for a replicated layer.
+    ``kernels``: implementation for a replicated layer; a sharded layer has its own.
     """
     note = f"computes the activation {activation} in its product's kernel"
     if activation == "none":

@@ -122,9 +122,10 @@ class TensorAxis:
             self.dry = before
 
     def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports the collective ``op`` on the full tensor ``whole`` to the listener of a dry axis.
+        """Reports the collective ``op`` on the full tensor ``whole`` to ``listener``, only in a run without
+        communication.
 
-        ``made``: for a collective of backward, the result of forward at which backward starts; None in forward.
+        ``made``: in backward, the forward result with the autograd node that runs the collective; None in forward.
         """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         if not self.dry or self.listener is None or isinstance(whole, FakeTensor):
@@ -198,7 +199,7 @@ class TensorAxis:
 
         Returns:
             (rows, handle): the received rows [sum of gets, ..] in rank order, ready after the handle's ``wait``; zeros
-                if dry.
+                if nothing is communicated.
         """
         received = given.new_empty((sum(gets), *given.shape[1:]))
         if self.dry or self.size == 1:
@@ -214,9 +215,10 @@ class TensorAxis:
         return received
 
     def expect_rows(self, label: str, sent: tuple[int, ...], whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports an exchange, in which rank r sends ``sent[r]`` bytes of ``whole``, to the listener of a dry axis.
+        """Reports an exchange, in which rank r sends ``sent[r]`` bytes of ``whole``, to ``listener`` in a run on
+        shapes.
 
-        ``made``: for an exchange of backward, the result of forward at which backward starts; None in forward.
+        ``made``: in backward, the forward result with the autograd node that runs the exchange; None in forward.
         """
         if self.dry and self.listener is not None and not isinstance(whole, FakeTensor):
             node = None if made is None else made.grad_fn

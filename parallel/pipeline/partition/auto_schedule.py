@@ -110,7 +110,9 @@ class ScheduleDecision:
         return self.ranking[0]
 
     def lines(self) -> tuple[str, ...]:
-        """Formats ``ranking`` as lines of text: the choice, the fastest kinds, and the rejected kinds with reasons."""
+        """Formats the simulated schedule kinds, ``ranking``, as lines of text: the choice, the fastest, and the
+        rejected with reasons.
+        """
         fit = [tried for tried in self.ranking if not tried.refused]
         lines = [
             f"auto: {self.chosen.name}, best of {len(fit)} within {self.limit_bytes / 2**20:.1f} MiB of activations"

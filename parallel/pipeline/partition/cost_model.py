@@ -44,7 +44,7 @@ def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
 def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
     """Estimates the cost of each module call from shapes alone, with FLOPs in place of seconds.
 
-    The saved bytes are the bytes of the call's inputs and outputs.
+    The bytes saved for backward are estimated as the bytes of the call's inputs and outputs.
     """
     made: dict[int, int] = {}
     for value in trace.values:

@@ -79,7 +79,8 @@ def make_cut(
         costs: cost of each module call; default: FLOPs.
 
     Raises:
-        PlanError: there are too few calls of blocks, ``split`` is wrong, or a value cannot be sent.
+        PlanError: there are too few calls of blocks, ``split`` has unknown, missing or unordered calls, or a value
+            cannot be sent.
     """
     if split is not None:
         return _cut_at(trace, _read_split(trace, stages, split))

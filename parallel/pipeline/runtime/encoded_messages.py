@@ -26,8 +26,8 @@ class MessageEncoder:
 
     Args:
         form: number format of the messages.
-        feedback: True adds the rounding error of a gradient to its gradient in the next microbatch; needs 4 bytes per
-            element.
+        feedback: True adds the rounding error of a tensor's gradient to this tensor's gradient in the next microbatch;
+            needs 4 bytes per element.
     """
 
     def __init__(self, form: ActivationFormat, kernels: Kernels, feedback: bool) -> None:
@@ -37,7 +37,7 @@ class MessageEncoder:
 
     @property
     def residuals(self) -> tuple[Tensor, ...]:
-        """Rounding errors of the last sent gradients: fp32, one tensor per value and pair of stages."""
+        """Rounding errors of the last sent gradients: fp32, one tensor per recorded activation and pair of stages."""
         return tuple(self._residuals.values())
 
     def encodes(self, dtype: torch.dtype, elements: int) -> bool:
@@ -52,7 +52,8 @@ class MessageEncoder:
     def encode(self, tensor: Tensor, flow: Flow, place: tuple[int, int, int]) -> Tensor:
         """Returns the encoded message of ``tensor`` (any shape and strides), uint8 [bytes].
 
-        ``place``: (number of the value, sending stage, receiving stage), the key of the error feedback for gradients.
+        ``place``: (number of the tensor in the recorded forward, sending stage, receiving stage), the key of the error
+        feedback for gradients.
         """
         values = tensor.detach().reshape(1, -1)
         size = self._form.wire.padded(values.shape[1])

@@ -33,7 +33,7 @@ from engine.parallel.trace.model_trace import Value
 
 
 class RankSchedule(NamedTuple):
-    """Actions of one pipeline rank in order, with the points that free the memory of earlier sends."""
+    """Actions of one pipeline rank in order, with the earlier sends to wait for before each action."""
 
     actions: tuple[Action, ...]
     passes: tuple[Action, ...]
@@ -76,7 +76,7 @@ class StageRunner(Protocol):
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
         """Computes the forward of ``stage`` for ``microbatch``; returns the tensors to send and the loss.
 
-        ``received``: tensors of earlier stages by value number, leaves of the autograd graph.
+        ``received``: leaf tensors from earlier stages, by number of the tensor in the recorded forward.
         """
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
@@ -89,10 +89,9 @@ class StageRunner(Protocol):
         """Computes the deferred weight gradients of ``stage`` and ``microbatch``."""
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context in which collectives overlap with deferred weight gradients of ``stage`` and
-        ``microbatch``.
+        """Returns a context that computes deferred weight gradients of ``stage`` and ``microbatch`` during collectives.
 
-        :meth:`weights` computes the rest.
+        :meth:`weights` computes the remaining ones.
         """
 
 

@@ -74,7 +74,7 @@ class DeferredWeightGrads:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors saved for deferred gradients, and of the gradients computed ahead."""
+        """Bytes of the tensors saved for deferred gradients, and of the gradients that :meth:`ahead` has computed."""
         kept = [arg.untyped_storage() for work in self._work for arg in work.compute.args if isinstance(arg, Tensor)]
         kept += [grad.untyped_storage() for _, grad in self._done]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
@@ -90,7 +90,7 @@ class DeferredWeightGrads:
     def compute(self, take: Take) -> None:
         """Computes all deferred weight gradients, frees their inputs, and calls ``take(name, gradient)`` for each.
 
-        Gradients that were added to a buffer ``main`` are not passed to ``take``.
+        Gradients added in place to a parameter's gradient buffer are not passed to ``take``.
 
         Raises:
             EngineError: the model has written in place to a tensor that was saved for a gradient.

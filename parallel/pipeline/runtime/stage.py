@@ -44,9 +44,9 @@ _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
 
 class GlueForward(StageForward, TorchFunctionMode):
-    """Forward of one stage that runs, skips or replaces each module call and each operation between calls.
+    """Forward of one stage: it runs the stage's module calls and operations between calls.
 
-    It compares each of them with the recorded forward.
+    Others return received tensors, and NaN for the rest. All are compared with the recorded forward.
     """
 
     def _prepare(self) -> None:
@@ -214,7 +214,7 @@ class StageResult:
 class Stage:
     """Model with a forward that runs only one pipeline stage.
 
-    Module calls of other stages return received tensors, or NaN.
+    Module calls of other stages return received tensors, and NaN for tensors not received.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:

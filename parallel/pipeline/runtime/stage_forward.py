@@ -88,11 +88,13 @@ class StageForward:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Returns a context that observes nothing."""
+        """Returns an empty context; a subclass may observe torch functions in it."""
         yield
 
     def takes(self, unit: str) -> bool:
-        """Returns True if the trace has calls of the module ``unit``, and no other recorded module is running."""
+        """Returns True if the recorded forward has calls of the module ``unit``, and no other recorded module is
+        running.
+        """
         return not self.inside and unit in self.trace.unit_names
 
     def skips_next(self) -> bool:
@@ -100,7 +102,8 @@ class StageForward:
         return self._calls not in self.plan.calls
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a module call of this stage; for other stages returns received tensors, or NaN.
+        """Runs a module call of this stage; for other stages returns received tensors, and NaN for tensors not
+        received.
 
         ``forward``: the unpatched forward of the module ``unit``.
         """
@@ -124,7 +127,7 @@ class StageForward:
         """Checks, after the forward, that every tensor to send exists.
 
         Raises:
-            EngineError: the forward ended early, or a sent tensor has a hook that the trace lacks.
+            EngineError: the forward ended early, or a sent tensor has a hook that the recorded forward lacks.
         """
         for number, tensor in self.sent.items():
             if number not in self._apart and _has_hook(tensor):
@@ -142,7 +145,7 @@ class StageForward:
         raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
 
     def stop_after(self, event: int | None) -> None:
-        """Raises StopForward if this stage needs no later event of the trace.
+        """Raises StopForward if this stage needs no later event of the recorded forward.
 
         ``event``: number of the next call or operation; None at the end.
         """
@@ -150,7 +153,8 @@ class StageForward:
             raise StopForward(self)
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
-        """Returns the result of a call or operation of another stage: received tensors, or NaN.
+        """Returns the result of a call or operation of another stage: received tensors, and NaN for tensors not
+        received.
 
         ``output``: structure of the result. ``writes``: (position in ``arguments``, value number) of tensors written in
         place.

@@ -59,9 +59,9 @@ class Transport(Protocol):
         """
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Waits for the sends of ``stage`` to its neighbouring stages, for one flow and microbatch.
+        """Waits for the sends of ``stage`` and ``microbatch`` to neighbouring stages.
 
-        Call it when the receives are posted.
+        ``flow``: "forward" or "backward". Call it when the neighbours have posted their receives.
         """
 
     def delivered(self, message: Message) -> None:
@@ -105,7 +105,7 @@ class MemoryTransport:
         """Does nothing: a received tensor belongs to the sender."""
 
     def finish(self) -> None:
-        """Checks that every sent message has been received."""
+        """Checks that every sent message has been received; raises AssertionError otherwise."""
         assert not self._waiting, f"messages were sent but not received: {list(self._waiting)}"
 
 

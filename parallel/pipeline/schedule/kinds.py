@@ -105,7 +105,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """Kind of pipeline schedule, with its generator and the allowed sizes."""
+    """Kind of pipeline schedule, with its generator, and the numbers of stages and microbatches that it allows."""
 
     name: str
     description: str

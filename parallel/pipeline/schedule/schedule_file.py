@@ -46,7 +46,7 @@ Entries = tuple[Action | Extra, ...]
 
 
 def read_schedule(path: str) -> Schedule:
-    """Reads the schedule file ``path``; :func:`check` validates the order of the actions.
+    """Reads the schedule file ``path``. It does not validate the order of the actions; call :func:`check`.
 
     Raises:
         ScheduleError: the file cannot be read, or is not a schedule.
@@ -64,7 +64,8 @@ def parse_schedule(text: str, name: str) -> Schedule:
     """Reads a schedule from ``text``: one line per rank, with tokens separated by blanks or commas.
 
     Tokens are actions such as ``2F5`` (stage 2, forward, microbatch 5), and torch's tokens such as ``2SEND_F5``. ``#``
-    starts a comment. ``name`` identifies the schedule in messages. :func:`check` validates the order of the actions.
+    starts a comment. ``name`` identifies the schedule in messages. It does not validate the order of the actions; call
+    :func:`check`.
 
     Raises:
         ScheduleError: a token is wrong, a stage is missing or on several lines, or messages, gathers or reductions do

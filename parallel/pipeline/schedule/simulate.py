@@ -21,7 +21,7 @@ from engine.parallel.pipeline.schedule.validate import complete_rules
 
 
 class Span(NamedTuple):
-    """Action with its start and end time, in the unit of the costs or in seconds."""
+    """Action with its start and end time: in seconds if measured, in the unit of :class:`Cost` if simulated."""
 
     action: Action
     start: float
@@ -52,7 +52,7 @@ class Cost:
     """Times of each stage, in place of all fields above except ``transfer``; empty: unused."""
 
     def of(self, op: Op) -> float:
-        """Returns the time of an action of type ``op``, without the factor of a stage."""
+        """Returns the time of an action of type ``op``, without the factor of its stage in ``stages``."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
 
     def at(self, op: Op, stage: int) -> float:
@@ -161,7 +161,7 @@ Releases = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:
-    """Returns, for each action of each rank, the positions of earlier actions with sends to wait for.
+    """Returns, for each action of each rank, positions of earlier actions; the rank waits for their sends before it.
 
     Only sends to a neighbouring stage are listed. The waits delay no rank at the default :class:`Cost`, and cannot
     deadlock at any cost. ``receives_ahead``: number of following actions for which a rank posts receives.

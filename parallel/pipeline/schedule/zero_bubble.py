@@ -170,7 +170,7 @@ def zb_v(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedule:
     """Makes ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r of p.
 
     With m >= p microbatches, the bubble is (p-1)/(6m+p-1). Every rank has at most 2p live activations of a stage.
-    Simulation selects the order with the shortest step at ``cost``.
+    Simulation selects the order with the shortest step at ``cost``; None: F, I and W take 1 each.
     """
     most = 2 * ranks
     ahead = (most,) * ranks

@@ -67,7 +67,7 @@ class SharedInput(NamedTuple):
 class NeededRows:
     """Finder of the weight rows that each tensor rank needs, from nonzero gradients of random backward runs.
 
-    ``parameters``: the block's parameters by name; ``seed``: seed of the random gradients.
+    ``parameters``: parameters of one block by name; ``seed``: seed of the random gradients.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], seed: int) -> None:
@@ -205,8 +205,9 @@ class CoupledParameters:
 class GradientSparsity:
     """Search for the parameters of ``block`` to shard together, from zeros in gradients of one run.
 
-    ``block``: copy with random weights in eval mode; ``given``: its arguments; ``others``: names of parameters to leave
-    out; ``used``: indices of the output leaves that the model reads, None for all; ``seed``: seed of the gradients.
+    ``block``: copy of a model's block in eval mode, with random weights; ``given``: its arguments; ``others``: names of
+    parameters to leave out; ``used``: indices of the output leaves that the model reads, None for all; ``seed``: seed
+    of the gradients.
     """
 
     def __init__(
@@ -231,13 +232,13 @@ class GradientSparsity:
 
     @property
     def products(self) -> list[MatmulRecord]:
-        """Products of activations with parameters in one run of the block; runs it again after :meth:`forget`."""
+        """Matrix products of activations with parameters in a run of ``block``; runs it again after :meth:`forget`."""
         if self._products is None:
             self._products = self._run(())
         return self._products
 
     def forget(self) -> None:
-        """Frees the activations of the recorded run."""
+        """Frees the activations that :attr:`products` has recorded."""
         self._products = None
 
     def groups(self, tp: int) -> tuple[CoupledParameters, ...]:
@@ -264,7 +265,7 @@ class GradientSparsity:
         return any(self._group(row, tp, set(self._others)) is not None for row in rows)
 
     def try_sizes(self, sizes: Sequence[int]) -> None:
-        """Finds and caches the groups for each number of ranks in ``sizes``."""
+        """Finds and caches the groups of parameters to shard for each number of ranks in ``sizes``."""
         for size in sorted(sizes, reverse=True):
             self.groups(size)
 

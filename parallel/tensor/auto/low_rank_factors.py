@@ -201,11 +201,11 @@ class Factors:
         return _total((y, *((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in more)))
 
     def after(self, x: Tensor) -> Tensor:
-        """Returns ``x`` @ weight [.., S, O] for ``x`` [.., S, I] and the weight [.., I, O]."""
+        """Returns ``x`` @ weight: [.., S, O] for ``x`` [.., S, I] and the weight [.., I, O]."""
         return _total((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in self.between(-2, -1))
 
     def before(self, x: Tensor) -> Tensor:
-        """Returns weight @ ``x`` [.., O, S] for the weight [.., O, I] and ``x`` [.., I, S] or [I]."""
+        """Returns weight @ ``x``: [.., O, S] or [O] for the weight [.., O, I] and ``x`` [.., I, S] or [I]."""
         columns = x.unsqueeze(-1) if x.ndim == 1 else x
         y = _total(outer_OZ @ (inner_IZ.mT @ columns) for inner_IZ, outer_OZ in self.between(-1, -2))
         return y.squeeze(-1) if x.ndim == 1 else y

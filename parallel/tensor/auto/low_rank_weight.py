@@ -51,7 +51,8 @@ class WholeWeightError(Exception):
 class Parts:
     """Factors of a low-rank parameter A B' + P v' + u Q', in which ' is the transpose.
 
-    Each factor has the dims of the parameter, of size one for the other factor, and a last dim for its columns.
+    A factor has all dims of the parameter, with size one in the dims of the other factor, and a last dim for its
+    columns.
     """
 
     random: tuple[Tensor, Tensor]
@@ -75,11 +76,13 @@ class Parts:
         return Factors(terms, kinds, torch.empty(self.shape, device="meta"))
 
     def fresh(self) -> "Parts":
-        """Returns the same parameter with new autograd leaves P and Q, filled with zeros."""
+        """Returns the same parameter A B' + P v' + u Q' with new autograd leaves P and Q, filled with zeros."""
         return Parts(self.random, self.vectors, _leaves(self.random), self.shape)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "Parts":
-        """Returns the slice of the parameter at indices ``rows`` of ``dim``, with new zero factors P and Q."""
+        """Returns the slice of the parameter A B' + P v' + u Q' at indices ``rows`` of ``dim``, with new zero factors P
+        and Q.
+        """
         where, shape = torch.tensor(rows), list(self.shape)
         shape[dim] = len(rows)
 

@@ -83,9 +83,10 @@ class Search:
     """Strategies found for other blocks, which equal parameter groups of this block try first."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """Returns one strategy for each of ``groups`` on ``tp`` ranks; all of them together are correct in the block.
+        """Returns one strategy for each of ``groups`` on ``tp`` ranks; together they reproduce the unsharded block's
+        results.
 
-        A group without a correct strategy gets "replicate".
+        A group without such a strategy gets "replicate".
         """
         found = (self._at_once(groups, tp) or self._by_module(groups, tp)) if len(groups) > 1 else []
         return found or self._one_by_one(groups, tp)
@@ -240,7 +241,7 @@ class AttributeReads:
         self._watching = False
 
     def watch(self, block: nn.Module) -> None:
-        """Makes the modules of ``block``, a private copy, record reads of the watched attributes.
+        """Makes the modules of ``block``, a private copy, record reads of this recorder's integer attributes.
 
         The classes of the modules change and are not restored.
         """
@@ -293,7 +294,7 @@ def enclosing_module(group: CoupledParameters) -> str:
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
     """Returns ``group`` with parameter names relative to the module at ``path``.
 
-    Drops replicated parameters with partial gradients outside the module.
+    Drops parameters outside the module that are replicated and have partial gradients.
     """
 
     def local(name: str) -> str:

@@ -26,7 +26,8 @@ from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 
 class ShardingStrategy(NamedTuple):
-    """Sharding strategy of one parameter group. ``how``: "local", "local+", "view" or "replicate".
+    """Sharding strategy of one parameter group. ``how``: "local" (plain shards), "local+" (divided attributes too),
+    "view" (DTensors) or "replicate".
 
     ``styles``: style of each module or parameter, by name in the block.
     """
@@ -117,7 +118,11 @@ def _called(block: nn.Module, layer: str) -> bool:
 
 
 class Number(NamedTuple):
-    """Integer attribute of a module of a block, or of its config as "config.NAME". ``module``: path in the block."""
+    """Integer attribute of a module in a block. ``attribute``: name, or "config.NAME" for an attribute of the module's
+    config.
+
+    ``module``: path in the block.
+    """
 
     module: str
     attribute: str

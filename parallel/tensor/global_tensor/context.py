@@ -115,7 +115,7 @@ class GlobalTensorContext:
         return found  # type: ignore[no-any-return]
 
     def current(self, sets: Sets) -> Sets:
-        """Returns the sharding in the running forward of a tensor with the sharding ``sets`` in the trace.
+        """Returns a tensor's sharding in the running forward, given its sharding ``sets`` in the recorded forward.
 
         This class returns ``sets``; a subclass may return another sharding.
         """

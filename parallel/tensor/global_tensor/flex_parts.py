@@ -50,7 +50,9 @@ class FlexPart(NamedTuple):
         return replace(whole, score_mod=None if score is None else self._through(score, scored=True), block_mask=mask)
 
     def mask(self, whole: Any) -> Any:
-        """Returns this rank's part of ``whole``, the block mask of the full call, or None."""
+        """Returns this part's block mask, cut from ``whole``, the block mask of the full call; None if ``whole`` is
+        None.
+        """
         if whole is None:
             return None
         listed = [whole.kv_num_blocks, whole.kv_indices, whole.full_kv_num_blocks, whole.full_kv_indices]

@@ -266,10 +266,10 @@ def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_below(context: "GlobalTensorContext") -> None:
-    """Raises the error for a global tensor in an autograd Function or kernel.
+    """Raises the error for an autograd Function or kernel that got a global tensor.
 
     Raises:
-        EngineError: always; the text names the code.
+        EngineError: always; the text names the function or kernel.
     """
     caller, context.reached_below = context.reached_below or "code below torch functions", None
     if "CheckpointFunction" in caller:

@@ -34,7 +34,10 @@ Entry = TypeVar("Entry")
 
 
 class NoRuleError(Exception):
-    """Error of a rule that cannot run a torch function on these shards; the caller then runs it on full tensors."""
+    """Error of a rule that cannot run a torch function on the shards of its arguments.
+
+    The caller then runs the function on full tensors.
+    """
 
 
 class Index:
@@ -54,7 +57,10 @@ class Index:
 
     @classmethod
     def of_runs(cls, runs: Iterable[Runs], size: int) -> "Index":
-        """Returns the sharding with the indices ``runs[r]`` on rank r, an array [m, 2] of (first, last + 1)."""
+        """Returns the sharding with the indices ``runs[r]`` on rank r.
+
+        ``runs[r]``: array [m, 2] of (first, last + 1).
+        """
         made = cls.__new__(cls)
         made._describe(runs, size)
         return made
@@ -132,7 +138,9 @@ class Index:
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
-        """Returns the sharding that ``ranges`` define, runs of rows with their ranks; None if every rank stores all."""
+        """Returns the sharding by ``ranges``, each a run of rows and the ranks that store it; None if every rank stores
+        all.
+        """
         held = [[np.arange(r.start, r.stop) for r in ranges if rank in r.holders] for rank in range(ranks)]
         size = max(r.stop for r in ranges)
         return index_of([np.sort(np.concatenate(pieces or [np.arange(0)])) for pieces in held], size)
@@ -151,9 +159,9 @@ def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
 
 
 def index_of_runs(ranks: Sequence[Runs], size: int) -> Index | None:
-    """Returns the sharding with the indices ``ranks[r]`` on rank r, an array [m, 2] of runs (first, last + 1).
+    """Returns the sharding with the indices ``ranks[r]`` on rank r; None if every rank stores all indices.
 
-    Returns None if every rank stores all indices.
+    ``ranks[r]``: array [m, 2] of runs (first, last + 1).
 
     Raises:
         NoRuleError: a dim of one element would be sharded.

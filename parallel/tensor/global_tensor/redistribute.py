@@ -231,7 +231,7 @@ def _aligned(sets: Sets, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def gradient_to_owner(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Returns ``x``. Backward passes the gradient on the first rank of the axis, and zeros on all other ranks."""
+    """Returns ``x``. In backward the first rank of the axis gets the gradient, all other ranks get zeros."""
     owner: Tensor = _Owner.apply(x, axis.index == 0)  # type: ignore[no-untyped-call]
     return owner
 

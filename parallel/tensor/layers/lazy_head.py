@@ -87,7 +87,7 @@ def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, pat
     """Patches the head ``module`` so that the loss computes its logits; communicates nothing.
 
     ``module``: a linear layer to the vocabulary. ``axis``: size 1 for a replicated layer, otherwise the axis over which
-    ``apply_plan`` has sharded the layer. ``kernels``: implementation of a chunk.
+    ``apply_plan`` has sharded the layer. ``kernels``: implementation of the logits and loss of a chunk of tokens.
 
     Constraints:
         - The weights must stay in memory, unchanged, until the start of the loss's backward.

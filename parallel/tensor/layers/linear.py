@@ -88,7 +88,10 @@ class ColumnLayer(nn.Module):
         return self.tensor_leave(self.tensor_region.enter(self, x_I).multiply(self))
 
     def tensor_enter(self, x_I: Tensor) -> Tensor:
-        """Returns the copy of ``x_I`` that all column layers of the region share. Backward sums its gradient."""
+        """Returns the copy of ``x_I`` that all column layers of this layer's parallel region share.
+
+        Backward sums its gradient over "tp".
+        """
         return self.tensor_region.enter(self, x_I).copy
 
     def tensor_leave(self, y_P: Tensor) -> Tensor:
@@ -96,7 +99,10 @@ class ColumnLayer(nn.Module):
         return y_P
 
     def multiply(self, x_I: Tensor) -> Tensor:
-        """Returns this rank's columns of the output for ``x_I``, after a fused activation. Communicates nothing."""
+        """Returns this rank's columns of the output for ``x_I``, after the activation fused into the layer, if any.
+
+        Communicates nothing.
+        """
         kernels = self.tensor_region.axis.kernels
         if self.tensor_plain and is_replaced(x_I, kernels):
             return fused_forward(self, x_I, self.tensor_activation or "none", kernels)
@@ -159,8 +165,8 @@ class ColumnLinear(ColumnLayer, nn.Linear):
     """``nn.Linear`` with sharded outputs: each rank stores ``out_features / size`` of them, for ``size`` ranks of
     ``axis``.
 
-    Ranks with the same seed have shards of one weight. Layers with a common input (query, key and value), and the
-    following row layer, need the same ``region``.
+    Ranks with the same seed have shards of one weight. ``region``: parallel region, the same one for layers with a
+    common input (query, key and value) and the following row layer.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.

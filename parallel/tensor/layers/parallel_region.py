@@ -72,8 +72,8 @@ class Region:
         return shared
 
     def product(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
-        """Returns the product of the row layer ``layer`` with ``x``, this rank's features, summed over "tp", without
-        bias.
+        """Multiplies this rank's features ``x`` by the weight of the row layer ``layer``, without bias, and returns the
+        sum of these products over "tp".
 
         Under sequence parallelism the result is a global tensor sharded along the sequence.
         """

@@ -152,8 +152,8 @@ class OutsideReads(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Watches the torch functions of this thread inside the context.
 
-        Adds to ``names`` the sharded parameters that code outside their module reads, and to ``plain`` the parameters
-        that some operation combines only with plain tensors.
+        Adds to ``names`` the sharded parameters that code outside their module reads, and to ``plain`` the ids of
+        parameters that some operation reads without a global tensor.
         """
         handles: list[RemovableHandle] = []
         for layer in self._layers:
@@ -183,7 +183,7 @@ class OutsideReads(TorchFunctionMode):
 
 
 class PlainReads(TorchFunctionMode):
-    """Recorder of the ``parameters`` that some operation of a forward combines only with plain tensors.
+    """Recorder of the ``parameters`` that some operation of a forward reads without a global tensor among its operands.
 
     ``names``: their names, in the order of first reads.
     """

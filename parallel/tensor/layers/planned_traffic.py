@@ -53,8 +53,8 @@ class Sent:
 class CollectiveRecorder:
     """Recorder of the collectives that a model would run. The model runs on shapes, and its ``axes`` send nothing.
 
-    ``recomputed``: modules with recomputed activations, by name. ``partly``: modules recomputed except for saved
-    operators. A collective that recomputation repeats counts twice.
+    ``recomputed``: modules with recomputed activations, by name. ``partly``: modules recomputed except for operators
+    with saved outputs. A collective that recomputation repeats counts twice.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class CollectiveRecorder:
 class TrafficRecorder(CollectiveRecorder):
     """Recorder of the collectives that ``model`` would run, sharded by ``plan`` over ``tp`` tensor ranks.
 
-    ``wire``: encoding of activations for transfers, or None. ``others``: further dry axes. ``recomputed``, ``partly``:
-    modules with recomputed activations, as in :class:`CollectiveRecorder`.
+    ``wire``: encoding of activations for transfers, or None. ``others``: further axes, without communication.
+    ``recomputed``, ``partly``: modules with recomputed activations, as in :class:`CollectiveRecorder`.
     """
 
     def __init__(

@@ -182,8 +182,8 @@ def _with_weights(a: SimpleNamespace, tensors: tuple[Any, ...], dropout: float) 
 def rotary_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
     """Applies rotary embeddings to this rank's shards of ``q`` and ``k`` and returns both.
 
-    ``angles_and_form``: cos, sin, form and kernels of the operator. The fused operator runs if ``q`` and ``k`` have the
-    same batch and position sharding and the angles are plain; otherwise the reference runs.
+    ``angles_and_form``: cos, sin, layout of the features and kernels. The fused operator runs if ``q`` and ``k`` have
+    the same batch and position sharding and the angles are plain; otherwise the reference implementation runs.
     """
     cos, sin, form, kernels = angles_and_form
     length = 3 - form.heads_dim

@@ -61,7 +61,7 @@ def tell_part(context: "GlobalTensorContext", func: Function, input: Any, *args:
 
 
 def register_hook(context: "GlobalTensorContext", func: Function, input: Any, hook: Any) -> Any:
-    """Registers the gradient hook ``hook`` on this rank's shard of ``input``; it gets a global tensor.
+    """Registers the gradient hook ``hook`` on this rank's shard of ``input``; the hook gets a global tensor.
 
     Raises:
         NoRuleError: some elements are on several ranks.

@@ -114,7 +114,7 @@ def reduced(
 ) -> Any:
     """Runs a reduction such as max, argmax, logsumexp or any on this rank's shard of ``input``.
 
-    Returns a global tensor, or (values, indices).
+    Returns a global tensor, or (values, indices) if ``func`` returns both.
 
     Raises:
         NoRuleError: a reduced dim is sharded, or ``dim`` is a tensor.

@@ -38,7 +38,10 @@ def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool 
 
 
 def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
-    """Returns the sizes or dims in ``sizes``, separate or as one sequence, or in ``named``, as a tuple of ints."""
+    """Returns sizes or dims as a tuple of ints, from one of the keywords ``named`` or from ``sizes``.
+
+    ``sizes``: separate numbers or one sequence.
+    """
     found: Any = next((value for value in named.values() if value is not None), sizes)
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         found = sizes[0]

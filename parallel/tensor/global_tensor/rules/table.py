@@ -53,7 +53,8 @@ _MEMORY = frozenset((
 
 
 def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``func``, a torch function without a rule, on plain tensors: gathers its global tensors over their axis.
+    """Gathers all global tensor arguments over their axis, then runs ``func``, a torch function without a rule, on
+    them.
 
     Raises:
         LocalOnlyError: ``func`` writes into a global tensor, or reads its memory.
