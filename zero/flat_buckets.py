@@ -141,7 +141,9 @@ class FlatBucket:
         return bool(torch._C._storage_Use_Count(storage._cdata) > own)
 
     def move(self) -> None:
-        """Moves ``params`` and its parameters to new uninitialized memory. Other tensors retain the old memory."""
+        """Moves ``params``, and the parameters that are views of it, to new uninitialized memory. Other tensors retain
+        the old memory.
+        """
         fresh = torch.empty_like(self.params)
         for slot, parameter, view in zip(self.bucket.slots, self.parameters, self.views, strict=True):
             with torch._C.DisableTorchFunctionSubclass():

@@ -39,7 +39,7 @@ Enter = Callable[[], AbstractContextManager[None] | None]
 
 class UserBackward:
     """Detector of a ``loss.backward()`` that the user calls directly. It enters the engine's backward context until
-    autograd ends.
+    that backward ends.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class UserBackward:
         self._enter = weakref.WeakMethod(enter)
 
     def start(self) -> None:
-        """Enters the engine's backward context until the end of autograd. Does nothing if the context is open."""
+        """Enters the engine's backward context until the running backward ends. Does nothing if the context is open."""
         enter = self._enter() if self._enter is not None else None
         if enter is None or self._context is not None:
             return

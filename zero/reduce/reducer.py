@@ -373,7 +373,7 @@ class SharedReduction:
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
         """Returns the memory of the gradient sum of parameter ``name``, to which a matrix product may add in place.
-        Returns None if a separate gradient tensor is needed.
+        Returns None if the backward must return a gradient tensor instead.
 
         ``node``: autograd node of the parameter, or None outside autograd.
         """

@@ -69,8 +69,8 @@ class WeightCopies:
 
     @torch.no_grad()
     def digest(self) -> Tensor | float:
-        """Returns a digest of this rank's weights that other ranks store too, an fp64 scalar. If all copies are equal,
-        the digests of all ranks sum to 0 modulo 2^31 - 1.
+        """Returns a digest of this rank's weights that other ranks store too, an fp64 scalar, or 0.0 without such
+        weights. If all copies are equal, the digests of all ranks sum to 0 modulo 2^31 - 1.
         """
         if not self._parts:
             return 0.0

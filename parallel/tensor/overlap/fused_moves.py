@@ -200,7 +200,8 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
     """Copies ``part_BLK``, this rank's contiguous rows, to the symmetric memory of all tensor ranks, with a signal for
     each ``tile_rows`` rows. The end of the context waits for the copies.
 
-    ``epoch``: number of the call on this memory. Products launched inside the context wait for the signals.
+    ``epoch``: number of this call among all calls on ``buffer``. Products launched inside the context wait for the
+    signals.
     """
     rank, ranks = buffer.mailbox.rank, buffer.mailbox.ranks
     numbers = signal_numbers(part_BLK, buffer, epoch, tile_rows)
@@ -228,7 +229,7 @@ def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call:
     on the current stream.
 
     Args:
-        call: (destination rank, number of the call on the memory, rows of a tile).
+        call: (destination rank, number of this call among all calls on ``buffer``, rows of a tile).
     """
     owner, epoch, tile_rows = call
     (sequences, rows, _), tiles = part_BLK.shape, len(numbers)
