@@ -84,12 +84,16 @@ class FlatBucket:
         return self.codec is not None and self.wide is not None and not self.sharded
 
     def gradient(self, part: slice) -> Tensor:
-        """Returns a view of the gradients of the bucket's elements ``part``, which must be within ``held``."""
+        """Returns a view of the gradients of the bucket's elements ``part``, which must be within ``held``, this rank's
+        elements with gradients.
+        """
         return self.grads[part.start - self.held.start : part.stop - self.held.start]
 
     @property
     def weights(self) -> Tensor:
-        """Flat tensor of the weights that the optimizer updates on this rank: the master, or else ``kept``."""
+        """Flat tensor of the weights that the optimizer updates on this rank: the master weights, or else the
+        parameters (``kept``).
+        """
         return self.kept if self.master is None else self.master
 
     @property
@@ -137,7 +141,9 @@ class FlatBucket:
         return bool(torch._C._storage_Use_Count(storage._cdata) > own)
 
     def move(self) -> None:
-        """Moves ``params`` and its parameters to new uninitialized memory. Other tensors retain the old memory."""
+        """Moves ``params``, and the parameters that are views of it, to new uninitialized memory. Other tensors retain
+        the old memory.
+        """
         fresh = torch.empty_like(self.params)
         for slot, parameter, view in zip(self.bucket.slots, self.parameters, self.views, strict=True):
             with torch._C.DisableTorchFunctionSubclass():
@@ -345,7 +351,7 @@ def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: C
     """Returns the sum of squared gradients of each parameter in ``names``, fp64 [len(names)], over this rank's
     elements. The sum over all ranks counts each element once.
 
-    ``factor``: callback that returns the factor of a bucket's gradients.
+    ``factor``: callback that returns the factor by which a bucket's gradients are multiplied first.
     """
     found: dict[str, Tensor] = {}
     for flat in buckets:

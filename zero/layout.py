@@ -204,8 +204,8 @@ def build_layout(
     """Distributes the parameters ``items``, in model order, to buckets for ``ranks`` data ranks. Returns the layout.
 
     A bucket has at most ``bucket_elements`` elements, or one larger parameter. At ZeRO 3 the parameters of a gather
-    group form one bucket of any size. Buckets are sorted by optimizer group, with parameters on several tensor ranks
-    last in a group (except in :attr:`Bucket.late` buckets).
+    group form one bucket of any size. Parameters in a bucket are sorted by optimizer group. In a group, parameters on
+    several tensor ranks are last (except in :attr:`Bucket.late` buckets).
 
     Args:
         alignment: number of elements, a multiple of ALIGNMENT; each parameter starts at a multiple of it.

@@ -60,7 +60,7 @@ class KeepsWhole(Protocol):
 
 
 class HoldsMoments(Protocol):
-    """Interface of the engine's optimizer: its updated tensors and their state, for the inventory of state tensors."""
+    """Interface of the engine's optimizer: its updated tensors and their state, for :class:`StateInventory`."""
 
     @property
     def places(self) -> Sequence[UpdatedTensor]:
@@ -282,8 +282,8 @@ class StateInventory:
                 )
 
     def companion_state(self) -> Iterator[StateTensor]:
-        """Yields the tensors that features store for each updated tensor: weight averages, anchors of the outer loop
-        (weights of the last synchronization) and encoding errors.
+        """Yields the tensors that features store for each updated tensor: weight averages, and for DiLoCo the weights
+        and encoding errors of the last synchronization.
         """
         for companion in self.companions:
             yield from self.element_state(companion.tensors())

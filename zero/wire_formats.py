@@ -75,7 +75,8 @@ class WireFormats:
     def over(self, spread: Spread) -> "WireFormats":
         """Returns the formats for buckets that are sharded over the axis ``spread.sharding``.
 
-        For an axis other than this object's ``axis``, they reduce in one all-to-all over ``spread.ranks`` ranks.
+        For an axis other than this object's ``axis``, gradients are reduced in one all-to-all over ``spread.ranks``
+        ranks.
         """
         if spread.sharding == self.axis or not self.axis:
             return self
@@ -93,8 +94,8 @@ class WireFormats:
         return inside, ReductionHop("gradients across nodes", nodes, 1)
 
     def members(self, hop: int, index: int) -> tuple[int, ...]:
-        """Returns the ranks that join the rank ``index`` in all-to-all number ``hop`` of a reduction, in the order of
-        summation. Ranks are indices along ``axis``.
+        """Returns the ranks, including the rank ``index``, that exchange messages in all-to-all number ``hop`` of a
+        reduction, in the order of summation. Ranks are indices along ``axis``.
         """
         first = index - index % self.ranks
         if len(self.hops) == 1:

@@ -44,8 +44,8 @@ class MetaTwins:
         self._kept: dict[int, Any] = {}
 
     def stand_in(self, twin: Tensor) -> Tensor:
-        """Returns a placeholder that user code gets for the meta tensor ``twin``: same shape, on the run's device, with
-        one element of memory.
+        """Returns a placeholder that user code gets for the meta tensor ``twin``: same shape, on this object's
+        ``device``, with one element of memory.
         """
         sparse = twin.layout != torch.strided
         tensor = without_elements(twin, self.device) if sparse else self._placeholders.give(twin.shape, twin.dtype)
@@ -69,7 +69,7 @@ class MetaTwins:
         return self._twin[id(tensor)]
 
     def notice(self, tensor: Tensor) -> None:
-        """Registers ``tensor``, which does not depend on parameters, so that :meth:`sharing` finds it."""
+        """Registers ``tensor``, which does not depend on parameters, so that :meth:`sharing` finds it by its memory."""
         if id(tensor) not in self._kept and tensor.layout == torch.strided:
             self._keep(tensor, tensor.untyped_storage()._cdata)
 

@@ -30,32 +30,32 @@ from torch.utils._pytree import TreeSpec
 
 
 class FromValue(NamedTuple):
-    """Source of an output leaf: the traced tensor with the serial number ``value``."""
+    """Source of a leaf of a traced output: the traced tensor with the serial number ``value``."""
 
     value: int
 
 
 class FromArgument(NamedTuple):
-    """Source of an output leaf: the leaf with index ``argument`` among all argument leaves of the call."""
+    """Source of a leaf of a traced output: the leaf with index ``argument`` among all argument leaves of the call."""
 
     argument: int
 
 
 class FromParameter(NamedTuple):
-    """Source of an output leaf: the parameter of the model with the name ``parameter``."""
+    """Source of a leaf of a traced output: the parameter of the model with the name ``parameter``."""
 
     parameter: str
 
 
 class FreeTensor(NamedTuple):
-    """Source of an output leaf: a tensor that is computed from the batch alone, without parameters."""
+    """Source of a leaf of a traced output: a tensor that is computed from the batch alone, without parameters."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Constant(NamedTuple):
-    """Source of an output leaf that is not a tensor: the object ``content`` itself."""
+    """Source of a leaf, not a tensor, of a traced output: the object ``content`` itself."""
 
     content: Any
 
@@ -234,7 +234,7 @@ class ModelTrace:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the start report: a warning if operations ran on zeros instead of data."""
+        """Lines for the startup banner: a warning if operations ran on zeros instead of data."""
         if not self.on_zeros:
             return ()
         first: dict[str, OnZeros] = {}
@@ -259,7 +259,9 @@ class ModelTrace:
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """Serial numbers of the traced tensors that the program returns, ascending. The last stage must have them."""
+        """Serial numbers of the traced tensors that the traced program (forward and loss) returns, ascending. The last
+        stage must have them.
+        """
         return tuple(sorted(set(self.result.values())))
 
     @cached_property
@@ -294,7 +296,7 @@ class ModelTrace:
         return f"the result of {glue.name} at {glue.place}"
 
     def occurrence(self, index: int) -> tuple[str, int]:
-        """Returns (unit name, n) for the call with index ``index``, the call number n (from 0) of this unit."""
+        """Returns (unit name, n) for the call with index ``index``, which is call number n (from 0) of its unit."""
         unit = self.calls[index].unit
         return unit, sum(call.unit == unit for call in self.calls[:index])
 

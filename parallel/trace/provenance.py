@@ -187,7 +187,7 @@ class TensorProvenance:
         return FromValue(self.number[id(leaf)]) if isinstance(leaf, Tensor) else Constant(leaf)
 
     def result_leaf(self, leaf: Any) -> Leaf:
-        """Returns the source of one leaf of the program's result, such as a traced tensor or a parameter."""
+        """Returns the source of one leaf of the traced program's result, such as a traced tensor or a parameter."""
         if not isinstance(leaf, Tensor):
             self.refuse_hidden(leaf, [], "the program returns")
             return Constant(leaf)

@@ -84,9 +84,10 @@ class Recorder(TorchFunctionMode):
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one torch function with its arguments and runs it without data. Returns the result for user code.
+        """Records one torch function with its arguments and runs it without data. Returns the result that user code
+        gets.
 
-        Inside a unit or another recorded function, it only runs the function.
+        Inside a unit (block or other outermost module) or another recorded function, it only runs the function.
         """
         if self._quiet:
             return call_user_code(function, args, kwargs)

@@ -80,8 +80,8 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 class PassCalls:
-    """Record of the module calls in the forwards of one backward. The position of a call is the index of its module's
-    group in the gather order.
+    """Record of the module calls in the forwards before one backward. The position of a call is the index of its
+    module's gather group (modules gathered together) in forward order.
     """
 
     def __init__(self) -> None:
@@ -118,8 +118,8 @@ class PassCalls:
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions that a backward, in reverse order of the calls, reaches again or after a lower position. Their
-        parameters may have been freed.
+        """Positions in the gather order that a backward, in reverse order of the calls, reaches again or after a lower
+        position. The parameters there may have been freed.
         """
         again, lowest = set(), None
         for position in reversed(self._positions):

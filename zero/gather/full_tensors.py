@@ -33,8 +33,8 @@ LABEL = "full tensors"
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """Elements of a bucket in this rank's memory. Users see ``values * factor``, for example an averaged gradient for a
-    sum.
+    """Elements of a bucket in this rank's memory. Users see ``values * factor``, for example an averaged gradient while
+    ``values`` is a sum.
     """
 
     flat: FlatBucket

@@ -40,8 +40,8 @@ class GatherOrder:
     """First position that each stage's backward reaches; earlier groups are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Returns the gather groups that ``walk``, a forward or backward of the schedule, uses, as indices in
-        ``turns``, in order.
+        """Returns the gather groups (modules gathered together) that ``walk``, a forward or backward of the schedule,
+        uses, as indices in ``turns``, in order.
         """
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
@@ -94,7 +94,8 @@ class Gathers:
 
 
 def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
-    """Returns the order in which a rank with the pipeline stages ``stages`` uses its gather groups.
+    """Returns the order in which a rank with the pipeline stages ``stages`` uses its gather groups (modules gathered
+    together).
 
     ``fed``: stages with inputs that depend on trainable parameters, so that their backward visits all groups. Any other
     backward ends at the first group with a trainable parameter.
@@ -123,7 +124,7 @@ def _is_whole(bucket: Bucket, turn: Turn) -> bool:
 
 def stays_for_loss(layout: FlatLayout, stage: int, parameter: str) -> bool:
     """Returns True if the loss can read ``parameter`` between the forward of ``stage`` and its backward: its bucket is
-    not sharded, or the last gather group needs it.
+    not sharded, or the stage's last gather group (modules gathered together) needs it.
     """
     buckets = (*layout.buckets, *layout.frozen)
     turns = {turn for bucket in buckets for turn in bucket.gathers if turn.stage == stage}

@@ -68,7 +68,7 @@ class ParameterGatherer:
     """Gatherer of sharded parameters (ZeRO 3): gathers them before their modules run, and frees them afterwards.
 
     Args:
-        buckets: trainable buckets, then frozen ones, with the indices in ``order``.
+        buckets: trainable buckets, then frozen ones; ``order`` refers to their indices.
         order: order in which buckets are needed.
         pinned: buckets that stay gathered over all passes (forwards and backwards) of a step. None: all buckets,
             gathered before the first pass; the number of passes may then differ between data ranks.
@@ -109,10 +109,10 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ the passes of a step
 
     def start(self, passes: Sequence[Action]) -> None:
-        """Sets the forwards and backwards ``passes`` of a step. Buckets that the next pass needs first stay gathered
-        between passes.
+        """Sets the forwards and backwards ``passes`` of a step. Between two of them, the buckets needed at the start of
+        the second stay gathered.
 
-        Secondary shards from earlier forwards are dropped.
+        Drops secondary shards (ZeRO++ hpZ) from earlier forwards.
         """
         self._refuse_opened()
         self._whole.drop_secondary()
@@ -248,7 +248,7 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ what modules call
 
     def enter(self, group: int) -> None:
-        """Gathers the buckets of gather group ``group`` before one of its modules runs; prefetches the next group."""
+        """Gathers the buckets of ``group``, modules gathered together, before one runs; prefetches the next group."""
         position = self._position(group)
         if self._pass is not None and position is not None:
             if self._pass.is_forward:
@@ -257,8 +257,8 @@ class ParameterGatherer:
                 (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
     def around(self, group: int | None) -> AbstractContextManager[bool]:
-        """Returns the context of one module call; it yields True for the outermost call outside a pass. ``group``: the
-        module's gather group; None for a module that contains groups.
+        """Returns the context of one module call; it yields True for the outermost call outside a pass (forward or
+        backward of the engine). ``group``: the module's gather group; None for a module that contains groups.
 
         Outside a pass, the context gathers the module's buckets, and frees them at its end. A call inside autograd's
         backward, such as recomputation, starts a pass instead.
@@ -273,7 +273,7 @@ class ParameterGatherer:
         return self._outside.call(used)
 
     def leave(self, group: int, outputs: Sequence[Tensor]) -> None:
-        """Makes the first gradient of a module's ``outputs`` start the module's backward."""
+        """Registers hooks: the first gradient of a module's ``outputs`` gathers the buckets of its ``group`` again."""
         position = self._position(group)
         if position is not None and (self._pass is None or self._pass.is_forward):
             self._calls += 1
@@ -410,7 +410,7 @@ class ParameterGatherer:
         self._whole.show(indices)
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
-        """Keeps a bucket gathered if ``outputs`` of a module are views of the bucket's parameters."""
+        """Keeps a bucket gathered from now on if ``outputs`` of a module are views of the bucket's parameters."""
         if self._pass is None:
             return
         found = frozenset(index for output in outputs if (index := self._whole.bucket_of(output)) is not None)
@@ -418,7 +418,7 @@ class ParameterGatherer:
             self._need_everywhere(found)
 
     def own(self, output: Tensor) -> Tensor:
-        """Returns ``output``, for use after a pass: a clone if it shares memory with a bucket."""
+        """Returns ``output``, for use after the forward or backward: a clone if it shares memory with a bucket."""
         index = self._whole.bucket_of(output)
         if index is None:
             return output
@@ -455,7 +455,9 @@ class ParameterGatherer:
         self._whole.drop_secondary(indices)
 
     def forget(self) -> None:
-        """Marks secondary shards as invalid: the next gather is over dp. All ranks call it after a parameter change."""
+        """Marks secondary shards (ZeRO++ hpZ) as invalid after a parameter change: the next gather is over dp. All
+        ranks call it.
+        """
         self._whole.drop_secondary()
 
     def settle(self) -> None:

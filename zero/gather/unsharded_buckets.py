@@ -107,7 +107,7 @@ class UnshardedBuckets:
     """Memory for the full parameters of this rank's buckets (ZeRO 3), allocated for a gather and freed after use.
 
     ``read(index, name)``: callback for a read of the parameter ``name`` while its bucket is not gathered. ``within``:
-    layout of secondary shards, by default none.
+    layout of secondary shards (ZeRO++ hpZ), by default none.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ FoundMoment = tuple[Tensor, str, Tensor]
 
 
 class MomentPlace(NamedTuple):
-    """Byte position and dtype of one moment, ``name`` of the optimizer tensor ``weights``, in the file of a bucket's
+    """Byte position and dtype of the moment ``name`` of the optimizer tensor ``weights`` in the file of a bucket's
     moments.
     """
 
@@ -262,14 +262,15 @@ class DiskMoments:
                 self._refuse(failed, lost)
 
     def allows(self, number: int) -> bool:
-        """Returns True if the set ``number`` may be updated, because no disk failure is known. After the last set on
-        disk, a collective first finds failures of other ranks.
+        """Returns True if the set ``number`` (a bucket's optimizer tensors) may be updated: no disk failure is known.
+        For a set after the last one on disk, first calls the collective :meth:`agree`.
         """
         return self._failure is None if number <= self._last else self.agree() is None
 
     def begin(self, number: int) -> bool:
-        """Loads the moments of the set ``number`` into host memory for its update, and starts to read the next set.
-        Returns False if the set must not be updated: a disk has failed, or the moments differ from the last write.
+        """Loads the moments of the set ``number`` (a bucket's optimizer tensors) into host memory for its update, and
+        starts to read the next set. Returns False if the set must not be updated: a disk has failed, or the moments
+        differ from the last write.
         """
         if not self._sets[number] or not self._buffers.size:
             return True
@@ -283,7 +284,9 @@ class DiskMoments:
         return self._failure is None
 
     def end(self, number: int) -> None:
-        """Starts to write the updated moments of the set ``number`` to disk. Does nothing after a disk failure."""
+        """Starts to write the updated moments of the set ``number`` (a bucket's optimizer tensors) to disk. Does
+        nothing after a disk failure.
+        """
         if number not in self._pages or self._failure is not None:
             return
         page, found, uses = self._pages.pop(number), self._found(number), self._kept[number][1]

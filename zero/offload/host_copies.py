@@ -91,8 +91,8 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """Makes the device's current stream wait for the gradient reductions before the copies of ``follow``. The host
-        does not wait.
+        """Makes the device's current stream wait for the gradient reductions passed to ``follow``, not for their
+        copies. The host does not wait.
         """
         if self._reduced is not None:
             self._reduced.wait()
@@ -100,8 +100,8 @@ class HostCopies:
 
     @torch.no_grad()
     def give(self, flat: FlatBucket) -> None:
-        """Copies this rank's master weights of the bucket ``flat`` to its shard of the parameters, cast to their dtype.
-        Communicates nothing. May overwrite the host's copy of the gradients.
+        """Copies this rank's master weights of the bucket ``flat`` to its parameter shard ``flat.kept``, cast to the
+        parameters' dtype. Communicates nothing. May overwrite the host's copy of the gradients.
         """
         assert flat.master is not None
         if flat.kept_on_host:  # waits for a master on the device, since the host may read what is copied here

@@ -92,8 +92,8 @@ class OffloadedStates:
             )
 
     def expire(self, kinds: Collection[str]) -> None:
-        """Makes a later backward through a graph with saved parameters raise, if ``kinds`` contains "lp_params". Call
-        it before :meth:`offload`.
+        """Makes autograd raise RuntimeError in a later backward through a graph with saved parameters, if ``kinds``
+        contains "lp_params". Call it before :meth:`offload`.
         """
         if PARAMETERS in kinds and PARAMETERS not in self._moved:
             held = [each for each in self._inventory.model.parameters() if not isinstance(each, AbsentParameter)]

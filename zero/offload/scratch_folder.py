@@ -81,8 +81,8 @@ def delete_left_behind(parent: Path) -> None:
 
 
 class MappedMemory:
-    """Allocator of tensors in memory-mapped files in ``folder``. When memory is short, the kernel can write them to
-    disk.
+    """Allocator of tensors in memory-mapped files in ``folder``. When memory is short, the operating system can write
+    them to disk.
     """
 
     def __init__(self, folder: str) -> None:

@@ -33,7 +33,7 @@ class GroupOptions:
     """Number of the optimizer in a list of several; None: there is one."""
 
     def as_kwargs(self) -> dict[str, Any]:
-        """Returns the overrides as keys of a torch parameter group."""
+        """Returns the options that are set, by their key in a torch parameter group."""
         values = {"lr": self.lr, "weight_decay": self.weight_decay, "entry": self.entry}
         return {name: value for name, value in values.items() if value is not None} | dict(self.others)
 
@@ -48,8 +48,8 @@ def make_inner(
 
 
 def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimizer:
-    """Returns ``inner`` if it is a built-in optimizer. ``key`` and ``ability``: configuration key and end of the
-    sentence, for the error message.
+    """Returns ``inner`` if it is a built-in optimizer. ``key`` and ``ability``: configuration key, and a predicate such
+    as "update bucket by bucket", for the error message.
 
     Raises:
         ConfigError: ``inner`` is the user's own optimizer.

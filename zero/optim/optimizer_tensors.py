@@ -160,8 +160,8 @@ def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mappi
 
 
 def group_segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (index of the parameter group, slice of the bucket, (elements,)) for each run of adjacent elements of one
-    group that this rank updates.
+    """Yields (index of the parameter group, slice of the bucket, (number of elements,)) for each run of adjacent
+    elements of one group that this rank updates.
     """
     for segment in flat.bucket.segments(flat.owned):
         yield segment.group, slice(segment.start, segment.stop), (segment.stop - segment.start,)
@@ -174,8 +174,8 @@ def whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, 
 
 
 def parameter_parts(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (index of the parameter group, slice of the bucket, (elements,)) for the elements of each parameter that
-    this rank updates.
+    """Yields (index of the parameter group, slice of the bucket, (number of elements,)) for the elements of each
+    parameter that this rank updates.
 
     If this rank updates only padding, yields the padding, so that every rank has optimizer state.
     """

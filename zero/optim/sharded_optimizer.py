@@ -146,8 +146,8 @@ class ShardedOptimizer:
         self._rounding = inner.rounding = rounding
 
     def use_disk_moments(self, folder: ScratchFolder, buffers: MomentBuffers, device: torch.device) -> None:
-        """Stores the moments of the buckets that the host updates in files in ``folder``, by way of ``buffers`` in host
-        memory. ``device``: device of the collectives about disk failures.
+        """Makes updates store the moments of host-updated buckets in files in ``folder``. ``buffers``: host memory for
+        moments during an update. ``device``: device of the collectives that report disk failures to all ranks.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -222,8 +222,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def launch(self, decision: DeviceDecision) -> None:
-        """Launches a step of kernels that read ``decision`` from device memory: to update or to skip, and the factor of
-        the gradients. Does not synchronize the host. At ZeRO 1 and 2, buckets are all-gathered over dp in either case.
+        """Launches the update kernels of a step. They read ``decision`` from device memory: a flag to update or skip,
+        and the factor applied to gradients. Does not synchronize the host. At ZeRO 1 and 2, buckets are all-gathered
+        over dp in either case.
 
         The caller then calls ``settle`` after an update, or ``Bookkeeping.put_back`` after a skip.
         """
@@ -320,8 +321,8 @@ class ShardedOptimizer:
         return {name: kept for each in self.whole for name, kept in each.state.items()}
 
     def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:
-        """Returns the number of parameters that have a gradient in this step but not in the last, or the reverse.
-        ``unused``: names in ``among`` without a gradient in this step.
+        """Returns the number of parameters that have a gradient in this step but not in the previous step, or the
+        reverse. ``unused``: names in ``among`` without a gradient in this step.
         """
         return len(unused ^ (self.unused & among))
 

@@ -56,8 +56,8 @@ class BucketGradient:
         return self._sums.open_sum(self.name, node)
 
     def end(self, node: Any | None) -> None:
-        """Records that one matrix product has added to the slice. The sum is complete once ``node`` has run, or at once
-        without a node.
+        """Records that one matrix product has added to the parameter's slice of its bucket. The sum is complete once
+        the autograd node ``node`` has run; at once if None.
         """
         self._sums.added(self.name)
         if node is None:
@@ -70,7 +70,9 @@ class BucketGradient:
         self._waits = False
 
     def all_done(self) -> None:
-        """Records that the parameter's autograd node has run in this backward. A sum in the slice is then complete."""
+        """Records that the parameter's autograd node has run in this backward. A sum in the parameter's slice of the
+        bucket is then complete.
+        """
         if self._waits:
             self._waits = False
             self._sums.complete(self.name)

@@ -32,7 +32,7 @@ class EncodedReduction:
     suffixes: N data ranks, W of them in a node, A nodes, s elements of a shard, m bytes of an encoded shard.
 
     Args:
-        comm: sends one all-to-all over dp for each hop, with the hop's label.
+        comm: sends these all-to-alls over dp, each with its own label.
     """
 
     def __init__(self, flat: FlatBucket, wire: BlockFormat, formats: WireFormats, comm: Comm, kernels: Kernels) -> None:
@@ -50,7 +50,8 @@ class EncodedReduction:
         """Starts the sum of ``full`` [N*s] over the N data ranks into ``out`` [s], this rank's shard; returns a handle.
         The caller may overwrite ``full`` immediately.
 
-        All ranks must wait for the handles of their buckets in the same order, because a wait may send the second hop.
+        All ranks must wait for the handles of their buckets in the same order, because a wait may send the second
+        all-to-all (across nodes).
         """
         messages = self._encode(full.view(self._ranks, -1), 0)
         if len(self._hops) == 1:

@@ -39,7 +39,7 @@ Enter = Callable[[], AbstractContextManager[None] | None]
 
 class UserBackward:
     """Detector of a ``loss.backward()`` that the user calls directly. It enters the engine's backward context until
-    autograd ends.
+    that backward ends.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class UserBackward:
         self._enter = weakref.WeakMethod(enter)
 
     def start(self) -> None:
-        """Enters the engine's backward context until the end of autograd. Does nothing if the context is open."""
+        """Enters the engine's backward context until the running backward ends. Does nothing if the context is open."""
         enter = self._enter() if self._enter is not None else None
         if enter is None or self._context is not None:
             return
@@ -154,8 +154,8 @@ class GradientGuard:
                 parameter.__class__ = _TAKEN[type(parameter)]
 
     def serve(self, drop: Callable[[], None]) -> None:
-        """Sets the callback ``drop``, a bound method that discards the engine's gradients; ``model.zero_grad`` calls it
-        after :meth:`take_zero_grad`. Stores only a weak reference.
+        """Sets the callback ``drop``, a bound method that discards the engine's gradients; ``model.zero_grad``, once
+        patched by :meth:`take_zero_grad`, calls it. Stores only a weak reference.
         """
         self._drop = weakref.WeakMethod(drop)
 

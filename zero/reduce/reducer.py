@@ -59,8 +59,9 @@ class GradientHooks:
     """Post-accumulate-grad hooks that pass each gradient of an engine backward to the callback ``take`` (parameter
     name, gradient) and then clear ``param.grad``.
 
-    ``products``: main gradients by parameter name. ``start``: callback for a gradient outside of :meth:`backward`; it
-    may enter that context. Otherwise the gradient stays in ``param.grad``; with ``warns`` this is logged once.
+    ``products``: parameter name -> gradient to which matrix products add in place. ``start``: callback for a gradient
+    outside of :meth:`backward`; it may enter that context. Otherwise the gradient stays in ``param.grad``; with
+    ``warns`` this is logged once.
     """
 
     def __init__(
@@ -372,7 +373,7 @@ class SharedReduction:
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
         """Returns the memory of the gradient sum of parameter ``name``, to which a matrix product may add in place.
-        Returns None if a separate gradient tensor is needed.
+        Returns None if the backward must return a gradient tensor instead.
 
         ``node``: autograd node of the parameter, or None outside autograd.
         """
@@ -384,8 +385,8 @@ class SharedReduction:
         raise NotImplementedError
 
     def added(self, name: str) -> None:
-        """Records that a matrix product has added to the gradient sum of parameter ``name``. Checks that it is finite,
-        if :meth:`watch` is on.
+        """Records that a matrix product has added to the gradient sum of parameter ``name``. With :meth:`watch` on,
+        checks the sum for :meth:`found_nonfinite`.
         """
         self._seen.add(name)
         self._note_sum(name)
@@ -443,7 +444,9 @@ class SharedReduction:
             product.forget()
 
     def remove(self) -> None:
-        """Removes the gradient hooks from the parameters; matrix products then return separate gradients."""
+        """Removes the gradient hooks from the parameters; matrix products then return gradient tensors to autograd,
+        instead of adding to buckets.
+        """
         self._hooks.remove()
         self._forget_products()
         if self._main is not None:
@@ -454,8 +457,8 @@ class SharedReduction:
         self._watched = [] if on else None
 
     def observe(self, observer: Take | None) -> None:
-        """Sets a callback (parameter name, gradient) for each gradient before its reduction; None removes it. Matrix
-        products then return separate gradient tensors.
+        """Sets a callback (parameter name, gradient) for each gradient before its reduction; None removes it. While it
+        is set, matrix products return gradient tensors instead of adding to buckets.
         """
         self._observer = observer
 

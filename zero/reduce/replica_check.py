@@ -74,7 +74,9 @@ class ReplicaCheck:
 
 
 def overlap(slot: Slot, shard: slice) -> slice:
-    """Returns the elements of a bucket in both the parameter's range ``slot`` and the range ``shard``, if any."""
+    """Returns the bucket elements in both ``slot``, the range of one parameter, and ``shard``; an empty slice if there
+    are none.
+    """
     start = max(slot.start, shard.start)
     return slice(start, max(start, min(slot.stop, shard.stop)))
 

@@ -60,8 +60,8 @@ def summed_over_replicas(
     """Prepares the sum of ``shard`` over ``axis`` after ``inside``, the reduction within the shard group. Sends
     nothing.
 
-    Returns (handle, :class:`ReplicaSum`). The handle's wait runs both hops. :meth:`ReplicaSum.cross` starts the second
-    hop earlier.
+    Returns (handle, :class:`ReplicaSum`). The handle's wait completes the reduction and the all-reduce over ``axis``.
+    :meth:`ReplicaSum.cross` starts the all-reduce earlier.
     """
     across = ReplicaSum(inside, shard, axis, comm, on_wire)
     return Pending().then(across.wait), across

@@ -69,8 +69,8 @@ class WeightCopies:
 
     @torch.no_grad()
     def digest(self) -> Tensor | float:
-        """Returns a digest of this rank's weights that other ranks store too, an fp64 scalar. If all copies are equal,
-        the digests of all ranks sum to 0 modulo 2^31 - 1.
+        """Returns a digest of this rank's weights that other ranks store too, an fp64 scalar, or 0.0 without such
+        weights. If all copies are equal, the digests of all ranks sum to 0 modulo 2^31 - 1.
         """
         if not self._parts:
             return 0.0
@@ -80,8 +80,8 @@ class WeightCopies:
 
     @torch.no_grad()
     def compare(self, total: float, sent: Tally) -> None:
-        """Logs the first weight with differing copies on rank 0. Does nothing if ``total``, the sum of all digests, is
-        0 modulo 2^31 - 1, or after an earlier report. Every rank must call it.
+        """Logs, from rank 0, the first weight with differing copies. Does nothing if ``total``, the sum of all digests,
+        is 0 modulo 2^31 - 1, or after an earlier report. Every rank must call it.
 
         Sends at most 8 bytes per weight over tp and over dp, and 16 bytes over the world, label "copies". Counts them
         in ``sent``.

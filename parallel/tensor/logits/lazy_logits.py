@@ -67,8 +67,8 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Applies ``func`` to lazy (not yet computed) logits by running it on their hidden states ``x``. Returns
-    ``NotImplemented`` if ``func`` needs the computed logits.
+    """Returns the result of ``func``, such as a view or a loss, on lazy (not yet computed) logits with the hidden
+    states ``x``. Returns ``NotImplemented`` if ``func`` needs the computed logits.
     """
     rule = LATE_RULES.get(func)
     return NotImplemented if rule is None else rule(func, x, *args, **kwargs)
@@ -101,11 +101,11 @@ class LazyLogits:
 
 
 def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
-    """Returns a function that computes the lazy logits of ``hidden`` with gradients.
+    """Returns a function that applies the head of the lazy logits ``hidden`` to their hidden states, with gradients.
 
     Raises:
         EngineError: raised by the returned function, if the head or the hidden states have changed or ZeRO has freed
-            ``weight``.
+            the head's ``weight``.
     """
     product = hidden.product
     assert product is not None

@@ -158,7 +158,9 @@ OPERANDS = "logit operands"
 
 
 def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
-    """Returns ``x``, an operand that is equal on all ranks. Backward sums its gradient over "tp"."""
+    """Returns ``x``, a tensor equal on all ranks, for an operation with sharded logits. Backward sums its gradient over
+    "tp".
+    """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     shared: Tensor = _Share.apply(x, axis, label)  # type: ignore[no-untyped-call]

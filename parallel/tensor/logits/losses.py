@@ -66,8 +66,8 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 class Terms(NamedTuple):
     """Per-token softmax terms of a loss: tensors [N], equal on all ranks, with gradients; None if not needed.
 
-    For logits x, ``log_sum``: log of the sum of exp(x - max x); ``picked``: x - max x at the target; ``weighted``:
-    weighted sum of x - max x.
+    For logits x, ``log_sum``: log of the sum of exp(x - max x); ``picked``: x - max x at the target; ``weighted``: sum
+    of x - max x, each times its class weight, over the vocabulary.
     """
 
     log_sum: Tensor
@@ -317,8 +317,8 @@ def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes ``functional.nll_loss`` of log-probabilities with a sharded vocabulary, by one all-reduce of the picked
-    values.
+    """Computes ``functional.nll_loss`` of log-probabilities with a sharded vocabulary, by one all-reduce of the values
+    at the targets.
 
     Returns ``NotImplemented`` if torch's arguments need the full vocabulary; the caller then gathers the input.
     """

@@ -127,7 +127,7 @@ class ShardedLogits(Tensor):
         """Returns the full logits as a plain tensor with gradients, by one all-gather over "tp" with the label
         "logits". Caches the result.
 
-        ``reason``: name of the function that needs them, for the report.
+        ``reason``: name of the function that needs them, recorded in ``vocabulary.gathers``.
         """
         part, vocabulary = self.part, self.vocabulary
         local, dim = part.local, part.dim

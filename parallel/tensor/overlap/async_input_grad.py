@@ -55,8 +55,8 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 class Entrance:
     """Settings of the tensor-parallel copy or gather of an input for column layers (Megatron-LM's operation f).
 
-    ``owned``: True if the sum of gradients over "tp" may overwrite the gradient of the result. ``passed``: callback at
-    the end of this sum, or None.
+    ``owned``: True if backward may sum the output's gradient over "tp" in place. ``passed``: callback at the end of
+    this sum, or None.
     """
 
     axis: TensorAxis
@@ -137,7 +137,8 @@ def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
 def has_own_weights(layer: nn.Module) -> bool:
     """Returns True if the weight and bias gradients of ``layer`` may be computed later than its input gradient.
 
-    False if weight or bias is frozen, parametrized or hooked, or if another function computes the layer's product.
+    False if weight or bias is frozen, parametrized or hooked, or if a split backward has replaced the layer's matrix
+    product.
     """
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():

@@ -69,8 +69,8 @@ class Pieced:
 
     @property
     def moves(self) -> Moves:
-        """Functions that multiply and communicate: ``chosen`` if set, else fused kernels if the axis supports them,
-        else collectives.
+        """Functions that multiply and communicate: the field ``chosen`` if set, else fused kernels if the axis supports
+        them, else collectives.
         """
         return self.chosen or (FUSED_MOVES if fuses(self.axis) else PLAIN_MOVES)
 
@@ -104,7 +104,8 @@ def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Piec
     """Gathers ``x`` [.., S/T, I] over the T ranks of "tp" in chunks while it multiplies. Returns (x W' + b [.., S, O],
     gathered x [.., S, I]).
 
-    With ``pieced.regather``, None replaces the gathered x. Backward reduce-scatters the sum of both results' gradients.
+    With ``pieced.regather``, None replaces the gathered x. Backward reduce-scatters the gradient of the gathered x,
+    from both results.
 
     Raises:
         EngineError: ``pieced.pieces`` does not divide the rows.
@@ -259,7 +260,7 @@ class SharedInPieces(Shared):
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
     """Returns True if a product should communicate in chunks or kernel tiles, instead of all rows at once. Always False
-    if transfers are encoded.
+    if transfers over ``axis`` are quantized.
 
     ``rows``: number of rows of a rank; ``part``: a rank's rows; ``operation``: kind of product.
     """

@@ -49,8 +49,8 @@ def fuses(axis: TensorAxis) -> bool:
 
 
 def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> bool:
-    """Returns True if a product of these ``sizes`` runs in a kernel that also communicates. Measurements for ``axis``
-    decide, if there are any. The answer is the same on all ranks.
+    """Returns True if a product of kind ``operation`` and of these ``sizes`` runs in a kernel that also communicates:
+    ``axis`` supports it, and measurements, if any, favor it. The answer is the same on all ranks.
     """
     row = measured_row(axis, operation, sizes, dtype)
     return fuses(axis) and (axis.measured is None or (row is not None and row.fuses))
@@ -59,8 +59,8 @@ def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, 
 def measured_row(
     axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype
 ) -> OverlapChoice | None:
-    """Returns the measured choice between communicating kernel and collectives for a product of these ``sizes``; None
-    if it was not measured.
+    """Returns the measured choice between communicating kernel and collectives for a product of kind ``operation`` and
+    of these ``sizes``; None if it was not measured.
     """
     return None if axis.measured is None else axis.measured.find(operation, sizes, dtype)
 
@@ -75,7 +75,7 @@ def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
 
 def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
     """Gathers ``part``, this rank's rows, and multiplies the rows of all ranks by ``matrix`` in one kernel. Returns
-    (product plus bias, gathered rows).
+    (product plus bias, gathered rows). ``route``: axis and label of the communication.
 
     Falls back to collectives for products that the kernel does not support.
     """
@@ -110,7 +110,8 @@ def scatter_in_kernel(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
     """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds ``plus`` and reduce-scatters the
-    product, in communicating kernels. Returns a function that waits for this rank's rows and returns them.
+    product, in communicating kernels. Returns a function that waits for this rank's rows and returns them. ``route``:
+    axis and label of the communication.
 
     Falls back to collectives for products that the kernels do not support.
     """
@@ -180,8 +181,8 @@ def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: i
 
 
 def completion(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
-    """Returns a function to call after a kernel. On a CPU it checks that the data of all ranks has arrived; on a GPU it
-    does nothing.
+    """Returns a function to call after a kernel. On a CPU it raises if data of a rank has not arrived; on a GPU it does
+    nothing.
     """
     return buffer.check if is_host(device) else lambda: None
 
@@ -199,7 +200,8 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
     """Copies ``part_BLK``, this rank's contiguous rows, to the symmetric memory of all tensor ranks, with a signal for
     each ``tile_rows`` rows. The end of the context waits for the copies.
 
-    ``epoch``: number of the call on this memory. Products launched inside the context wait for the signals.
+    ``epoch``: number of this call among all calls on ``buffer``. Products launched inside the context wait for the
+    signals.
     """
     rank, ranks = buffer.mailbox.rank, buffer.mailbox.ranks
     numbers = signal_numbers(part_BLK, buffer, epoch, tile_rows)
@@ -227,7 +229,7 @@ def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call:
     on the current stream.
 
     Args:
-        call: (destination rank, number of the call on the memory, rows of a tile).
+        call: (destination rank, number of this call among all calls on ``buffer``, rows of a tile).
     """
     owner, epoch, tile_rows = call
     (sequences, rows, _), tiles = part_BLK.shape, len(numbers)

@@ -45,7 +45,7 @@ class ProductScatter(Protocol):
 
 def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
     """Gathers ``part``, this rank's rows, in chunks, and multiplies each chunk by ``matrix`` while the next is sent.
-    Returns (product plus ``bias``, gathered rows).
+    Returns (product plus ``bias``, gathered rows). ``route``: axis, label and number of chunks.
     """
     axis, label = route.axis, route.label
     if route.pieces == 1:
@@ -69,7 +69,8 @@ def product_scatter(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
     """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds ``plus`` and reduce-scatters the result,
-    in chunks. Returns a function that waits for this rank's rows and returns them in ``dtype``.
+    in chunks. Returns a function that waits for this rank's rows and returns them in ``dtype``. ``route``: axis, label
+    and number of chunks.
     """
     sent: list[tuple[Tensor, Pending]] = []
     for index in range(route.pieces):
@@ -99,8 +100,8 @@ def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) ->
 
 
 class Moves(NamedTuple):
-    """Pair of functions for products that communicate: ``gather`` gathers, then multiplies; ``scatter`` multiplies,
-    then reduce-scatters.
+    """Pair of functions for matrix products with sequence shards: ``gather`` gathers rows, then multiplies them;
+    ``scatter`` multiplies, then reduce-scatters the product.
     """
 
     gather: GatherProduct

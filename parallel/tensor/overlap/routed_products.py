@@ -48,7 +48,8 @@ def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tens
     ``tokens`` are sorted by expert; the result is sorted by expert, then by source rank.
 
     Raises:
-        EngineError: the rows do not fit the memory or the kernels (on all ranks), or a rank did not make this call.
+        EngineError: the rows do not fit the memory of ``route`` or the kernels (on all ranks), or a rank did not make
+            this call.
     """
     _check(tokens, weight, route.rows.own)
     _check_room(tokens, weight, route)
@@ -72,13 +73,17 @@ def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
 
 
 def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Implements :func:`dispatch_product` by the all-to-all ``exchange`` and separate products, as a reference."""
+    """Implements :func:`dispatch_product` without its kernel: the all-to-all ``exchange``, then a grouped product.
+    ``rows``: row counts of the experts.
+    """
     received = rows.by_expert(exchange(rows.to_owners(tokens)))
     return grouped_product_reference(received, weight, rows.sizes.cumsum(0))
 
 
 def product_return_reference(whole: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Implements :func:`product_return` by separate products and the all-to-all ``exchange``, as a reference."""
+    """Implements :func:`product_return` without its kernel: a grouped product, then the all-to-all ``exchange``.
+    ``rows``: row counts of the experts.
+    """
     product = grouped_product_reference(whole, weight, rows.sizes.cumsum(0))
     return torch.cat(exchange(rows.by_rank(product)))
 

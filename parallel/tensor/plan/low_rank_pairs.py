@@ -31,14 +31,14 @@ def join_pairs(
     parameters: Mapping[str, ParameterCut],
     first_name: Callable[[nn.Parameter], str],
 ) -> tuple[dict[str, LayerCut], frozenset[str]]:
-    """Moves low-rank adapter pairs (PEFT) into the parallel regions of the sharded layers that they adapt. One half of
-    each pair is sharded with its layer; the other half is replicated.
+    """Assigns low-rank adapter pairs (PEFT) to the parallel regions of the sharded layers that they adapt, without
+    changing modules. One half of each pair is sharded with its layer; the other half is replicated.
 
     ``modules``, ``layers`` and ``parameters`` are keyed by name. ``first_name``: callback that returns a parameter's
     name in ``parameters``.
 
     Returns:
-        (layers, names). ``layers``: a copy without the sharded halves of moved pairs. ``names``: parameters of the
+        (layers, names). ``layers``: a copy without the sharded halves of assigned pairs. ``names``: parameters of the
             replicated halves, with a partial gradient on each rank.
     """
     found, partial = dict(layers), set[str]()

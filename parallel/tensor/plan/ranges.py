@@ -60,7 +60,7 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
 
 
 def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range, ...]:
-    """Returns the ranges into which a dim of ``size`` rows is divided among ``tp`` ranks, each with its ranks.
+    """Divides ``size`` rows among ``tp`` ranks. Returns contiguous ranges of rows, each with the ranks that store it.
 
     Each of ``parts`` equal parts (3 for fused q, k and v) is divided evenly, in units of ``unit`` rows, such as heads.
     With fewer units than ranks, consecutive ranks share a unit.
@@ -76,7 +76,7 @@ def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range,
 
 
 def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
-    """Returns contiguous ranges of ``size`` rows, one for each of ``tp`` ranks. The first ``size % tp`` ranks get one
+    """Divides ``size`` rows into contiguous ranges, one for each of ``tp`` ranks. The first ``size % tp`` ranks get one
     row more.
     """
     small, more = divmod(size, tp)

@@ -47,10 +47,10 @@ class _Target(NamedTuple):
 def cut_model(
     model: nn.Module, styles: Mapping[str, Style], tp: int, source: str, sequence: bool = False
 ) -> TensorPlan:
-    """Returns the plan that shards ``model`` over ``tp`` tensor ranks by ``styles``: first name of a module or
-    parameter -> style.
+    """Returns the plan that shards ``model`` over ``tp`` tensor ranks by ``styles``: name of a module or parameter (the
+    first of several) -> style.
 
-    ``source``: origin of the styles, for the report. ``sequence``: True for sequence parallelism.
+    ``source``: origin of the styles, for the startup banner. ``sequence``: True for sequence parallelism.
 
     Raises:
         PlanError: a style does not suit its module, or the model does not fit ``tp``.
@@ -344,7 +344,7 @@ def find_regions(kinds: Mapping[str, str | None]) -> dict[str, str]:
     ``kinds``: kind of each sharded layer by name. Layers of other kinds have no region.
 
     Raises:
-        PlanError: a layer has no region, or a region lacks column layers or a row layer.
+        PlanError: a column or row layer has no region, or a region lacks column layers or a row layer.
     """
     around: dict[str, set[str]] = {"column": set(), "row": set()}
     for name, kind in kinds.items():
@@ -401,8 +401,8 @@ def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int
 
     Raises:
         ConfigError: the file contains no mapping of name patterns to styles.
-        PlanError: the plan does not fit the model, or the model does not fit ``tp``; the message lists the sizes that
-            fit.
+        PlanError: the plan does not fit the model, or the model does not fit ``tp``; the message lists the values of
+            ``tp`` that fit.
     """
     source, patterns = read_setting(setting)
     plan = cut_model(model, match_styles(model, patterns), tp, source, sequence)
@@ -410,7 +410,8 @@ def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int
 
 
 def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
-    """Returns the style of each matched module or parameter of ``model``, by its first name in the model.
+    """Returns name -> style of each matched module or parameter of ``model``. If it has several names, the first is the
+    key.
 
     ``patterns``: name pattern -> style. Only a pattern that matches no module is matched against parameters.
 

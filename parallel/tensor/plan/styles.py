@@ -181,8 +181,8 @@ EXAMPLE = '{"*.query": "column", "*.output": "row"}'
 
 
 def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
-    """Returns (source of the plan for reports, styles by name pattern). ``setting``: mapping of patterns, or path of
-    its JSON file.
+    """Returns (source, styles by name pattern). The source, for reports, is the file's path or "parallel.tensor_plan".
+    ``setting``: mapping of patterns, or path of its JSON file.
 
     Raises:
         ConfigError: the file contains no mapping of name patterns to styles.

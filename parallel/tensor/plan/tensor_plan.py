@@ -30,7 +30,9 @@ class ParameterCut:
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """Entry of a tensor plan for one sharded layer: its kind and its parallel region."""
+    """Entry of a tensor plan for one sharded layer: its kind, and its parallel region (innermost module with its column
+    and row layers).
+    """
 
     name: str
     kind: LayerKind
@@ -52,7 +54,9 @@ class AttributeChange:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Table row that explains the plan search: the strategy for all layers that match ``pattern``, and its reason."""
+    """Row of a table about the automatic search for a tensor plan: the strategy for all layers that match ``pattern``,
+    and its reason.
+    """
 
     pattern: str
     style: str

@@ -34,7 +34,9 @@ Arrived = TypeVar("Arrived")
 
 @dataclass(frozen=True)
 class OwnerRoute:
-    """Owner rank of each matrix, and the number of the matrix's elements on each rank, along one axis of the grid."""
+    """Route of matrix shards between the ranks along ``axis``: the owner rank of each matrix, and its number of
+    elements on each rank.
+    """
 
     axis: Axis
     members: tuple[int, ...]
@@ -52,7 +54,7 @@ class OwnerRoute:
 
     @cached_property
     def message(self) -> int:
-        """Number of elements to which each message between two members is padded: the size of the largest. 0 if nothing
+        """Number of elements to which each message between two ranks is padded: the size of the largest. 0 if nothing
         is sent.
         """
         places = range(len(self.members))
@@ -180,8 +182,8 @@ class OwnerExchange:
         self._here = route.members.index(comm.grid.index(route.axis))
 
     def gather(self, pieces: Mapping[str, Tensor], blank: Tensor) -> Arriving[dict[str, list[Tensor]]]:
-        """Starts the all-to-all that sends the pieces of every matrix to its owner. The handle's result is a dict from
-        each matrix that this rank owns to the flat pieces of all members, in order.
+        """Starts the all-to-all that sends this rank's piece (shard) of every matrix to its owner rank. The handle's
+        result is a dict from each matrix that this rank owns to its flat pieces from all ranks, in order.
 
         ``pieces``: matrix name -> this rank's piece. ``blank``: empty tensor with the dtype and device of the pieces.
         """
@@ -205,7 +207,7 @@ class OwnerExchange:
         """Starts the all-to-all that sends updated matrices back from their owners. The handle's result is a dict from
         matrix name to this rank's flat piece.
 
-        ``results``: each matrix that this rank owns -> pieces of all members, in order. ``blank``: empty tensor with
+        ``results``: each matrix that this rank owns -> its pieces for all ranks, in order. ``blank``: empty tensor with
         the dtype and device of the pieces.
         """
         places, mine = range(len(self._route.members)), self._route.owned(self._here)

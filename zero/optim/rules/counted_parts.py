@@ -22,8 +22,8 @@ LABEL = "statistics"
 
 @dataclass(frozen=True, slots=True)
 class SumRoutes:
-    """Parameters that need a sum over all of their elements, such as a norm, and the axes of the grid for its
-    all-reduces.
+    """Parameters that need a sum over all of their elements, such as a norm, and the axes over which this sum is
+    all-reduced.
     """
 
     rows: tuple[ShardRow, ...]
@@ -86,8 +86,8 @@ class CountedPart:
 def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
-    """Yields one item for each parameter with elements in an optimizer tensor of ``places`` that is in ``due``. It
-    selects the elements that this rank adds to sums.
+    """Yields one item for each parameter with elements in an optimizer tensor of ``places``. Skips tensors that are not
+    in ``due``. Each item selects the elements that this rank adds to sums.
     """
     rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}
