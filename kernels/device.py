@@ -191,7 +191,7 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def attends_in_blocks(device: torch.device) -> bool:
-    """Returns True if torch has flash attention kernels with log-sum-exps for ``device``."""
+    """Returns True if torch has flash attention kernels for ``device`` that return log-sum-exps."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -211,8 +211,8 @@ def triton_target(capability: tuple[int, int]) -> Any:
 def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
     """Makes the current stream of ``device`` wait for ``event``, and lets it use ``tensors`` of another stream.
 
-    The memory of ``tensors`` is not reused before this stream's work on them has ended. An ``event`` of None does
-    nothing.
+    The memory of ``tensors`` is not reused before this stream's work on them has ended. With an ``event``
+    of None the function has no effect.
     """
     if event is None:
         return
@@ -224,7 +224,7 @@ def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable
 
 
 class PostedCopy:
-    """Copy of a tensor that another thread may read on any stream."""
+    """Tensor copy that another thread may read on any stream."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor.detach().clone()

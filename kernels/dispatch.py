@@ -39,7 +39,7 @@ logger = logging.getLogger("trine")
 
 
 class OpenSum(NamedTuple):
-    """Gradient sum of a parameter, open for additions in place."""
+    """Gradient sum of a parameter, to which a backward may now add in place."""
 
     into: Tensor
     """Gradient sum in the shape of the parameter; fp32, or the parameter's dtype."""
@@ -54,7 +54,9 @@ class MainGradient(Protocol):
     """
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """Returns the gradient sum for an addition in place; None: the backward must return its gradient to autograd.
+        """Returns the gradient sum for an addition in place.
+
+        None: it is not available now, and the backward must return its gradient to autograd.
 
         ``node``: autograd node that accumulates the parameter's gradients; None: outside of autograd.
         """
@@ -105,7 +107,8 @@ def is_executed(node: Any) -> bool:
 def open_sum(main: MainGradient | None, node: Any | None) -> OpenSum | None:
     """Returns the gradient sum for an addition in place by the running backward.
 
-    None: the backward must return its gradient to autograd. ``node``: as for :meth:`MainGradient.begin`.
+    None, for example without ``main`` or with ``create_graph``: the backward must return its gradient to autograd.
+    ``node``: as for :meth:`MainGradient.begin`.
     """
     if main is None or torch.is_grad_enabled() or (node is not None and not is_executed(node)):
         return None
@@ -151,7 +154,7 @@ def shipped_choices() -> tuple[TunedChoice, ...]:
 def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: str, width: int) -> TunedChoice | None:
     """Returns the row for ``operator`` on rows of ``width`` elements; None if there is none.
 
-    Rows for ``device`` precede rows for "*", any GPU. The row with the largest width up to ``width`` applies.
+    Rows for ``device`` override rows for "*", any GPU. The row with the largest width up to ``width`` applies.
     """
     held = [
         row
@@ -198,7 +201,7 @@ class Kernels:
     def replaces(self, device: torch.device) -> bool:
         """Returns True if models on ``device`` use this package's operators in place of torch's.
 
-        It is False only for the mode "auto" on the CPU.
+        It is False only on the CPU with ``mode`` "auto".
         """
         return self.mode != "auto" or not is_host(device)
 
@@ -336,7 +339,7 @@ def _is_seen(tensor: Tensor) -> bool:
 
 
 def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Returns a faster ``function.apply`` for eager mode; its first argument must be a tensor."""
+    """Returns ``function.apply`` with less overhead in eager mode. The first argument of a call must be a tensor."""
     plain = _plain_apply(function)
 
     def apply(x: Tensor, *more: Any) -> Any:

@@ -164,12 +164,12 @@ class Mailbox:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks on the axis."""
+        """Number of ranks that exchange messages."""
         return len(self.slots)
 
 
 class Missing(NamedTuple):
-    """First missing signal: ``rank`` did not report ``tile`` in call number ``epoch``."""
+    """First missing signal of a kernel: in call number ``epoch``, ``rank`` did not signal that it has sent ``tile``."""
 
     rank: int
     tile: int
@@ -248,17 +248,18 @@ class ExpertRows:
         return max(1, int(tiles.sum(2).max()))
 
     def source_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Returns a table of this rank's rows in tiles of at most ``height`` rows for one expert, int32 [n, 6], on the
-        host.
+        """Divides this rank's rows into tiles of at most ``height`` rows for one expert.
 
-        The fields are peer rank, tile number, expert, first row in the message, number of rows, and first row on this
-        rank. ``sends`` True: in the order of sending; False: in the order in which results come back.
+        Returns a table on the host, int32 [n, 6]. Its columns are peer rank, tile number for this peer, expert, first
+        row in the message, number of rows, and first row on this rank.
+
+        ``sends`` True: in the order of sending; False: in the order in which results come back.
         """
         starts = (self.sent.flatten().cumsum(0) - self.sent.flatten()).view_as(self.sent)
         return self._tiles(self.sent, starts, height, sends)
 
     def owner_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Returns a table of the rows for this rank's experts, with the fields of :meth:`source_tiles`, int32 [n, 6].
+        """Divides the rows for this rank's experts into tiles; returns a table like :meth:`source_tiles`, int32 [n, 6].
 
         ``sends`` True: in the order in which results are sent back; False: in the order in which rows are received.
         """

@@ -237,7 +237,7 @@ def _folders(manifest: Manifest) -> str:
 
 
 def beside(files: Files, step: Path) -> str:
-    """Returns one line with the names of all other checkpoints and files in the run folder of ``step``."""
+    """Returns one line with the names of all other checkpoints and files next to the checkpoint folder ``step``."""
     steps = [path.name for path in committed(files, step.parent) if path != step]
     hidden = {step.name, "latest", LOCK, *steps}
     others = [name for name in files.names(step.parent) if name not in hidden]

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class CommandParser(ArgumentParser):
-    """Argument parser with the command's usage in its errors, and a similar known option for an unknown option.
+    """Argument parser; its errors show the command's usage, and for an unknown option a similar known option.
 
     Options may stand before, between and after positional arguments, up to ``--``.
     """

@@ -39,7 +39,7 @@ class RaisedError(NamedTuple):
 
 
 def raised_errors(root: Path = ROOT) -> Iterator[RaisedError]:
-    """Yields every error message in the Python sources below ``root`` that a user can see.
+    """Yields every error message that a user can see, from the Python sources below ``root``.
 
     Variable parts of a message are placeholders in braces.
     """
@@ -93,7 +93,7 @@ def _message(call: ast.Call, scope: "Scope") -> tuple[str, ast.expr | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Function and module with an error message, to find the possible texts of its variables."""
+    """Function and module with an error message, to find the possible texts of the message's variables."""
 
     function: ast.AST | None
     tree: ast.Module

@@ -35,7 +35,7 @@ RECORD, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 
 
 def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, shape: "DecoderConfig") -> ExitStack:
-    """Creates or reopens the run folder ``options.out``, locks it, and writes the record of the run.
+    """Creates or reopens the run folder ``options.out``, locks it, and records text, model and settings in it.
 
     Only rank 0 calls it, before it builds its engine.
 
@@ -88,9 +88,9 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def go_on(options: Namespace, made: int) -> list[str]:
-    """Removes log rows after step ``made``, the step of the loaded checkpoint; returns lines for the user.
+    """Removes log rows after step ``made``, the step of the loaded checkpoint; returns messages.
 
-    A log outside the run folder is left unchanged.
+    They are about removed rows and a run without steps left. A log outside the run folder is left unchanged.
     """
     lines = []
     if cut := _trim(options.out / METRICS, made):

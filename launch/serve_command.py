@@ -30,8 +30,8 @@ def add_serve_options(command: ArgumentParser) -> None:
 
 
 def run_serve(options: Namespace) -> None:
-    """Runs ``trine serve``: serves a model for training and sampling, or checks an earlier service's log
-    (``--replay``).
+    """Runs ``trine serve``: serves a model for training and sampling, or checks the journal (command log) of
+    an earlier service (``--replay``).
 
     Raises:
         EngineError: configuration, model, address or journal have a mistake.

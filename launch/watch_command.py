@@ -39,7 +39,9 @@ def add_watch_options(command: ArgumentParser) -> None:
 
 
 def show_ranks(options: Namespace) -> None:
-    """Prints a table with the state of each rank, from the watchdog's records on this host or its report in a folder.
+    """Prints a table with the state of each rank, from the watchdog's report in ``options.folder``.
+
+    Without a folder, it is from the watchdog's records on this host.
 
     Raises:
         EngineError: the folder contains no report, or a damaged one.

@@ -41,8 +41,9 @@ _BITS = 8
 
 @torch.no_grad()
 def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = None) -> Tensor:
-    """Encodes each row of ``values_Rs`` [R, s] to one sign bit per number and one fp32 scale per block; returns uint8
-    [R, m].
+    """Encodes each row of ``values_Rs`` [R, s] to one sign bit per number and one fp32 scale per ``block`` numbers.
+
+    It returns R messages of m bytes, uint8 [R, m].
 
     ``residual_Rs`` [R, s] is added to the values, and then overwritten with the rounding errors.
     """
@@ -112,11 +113,11 @@ class BlockFormat:
         return -(-elements // self.block) * self.block
 
     def message_bytes(self, elements: int) -> int:
-        """Returns the size in bytes of a message with ``elements`` numbers; ``elements`` is a multiple of ``block``."""
+        """Returns the size in bytes of the codes and scales of ``elements`` numbers, a multiple of ``block``."""
         return self.code_bytes(elements) + elements // self.block * _SCALE_BYTES
 
     def elements(self, message_bytes: int) -> int:
-        """Returns the number of encoded numbers in a message of ``message_bytes`` bytes."""
+        """Returns the number of encoded numbers in ``message_bytes`` bytes of codes and scales."""
         return message_bytes * 8 * self.block // (self.bits * self.block + 8 * _SCALE_BYTES)
 
 
@@ -136,7 +137,7 @@ class CastFormat:
         return elements
 
     def message_bytes(self, elements: int) -> int:
-        """Returns the size in bytes of a message with ``elements`` numbers in the format's dtype, bf16 or fp16."""
+        """Returns the size in bytes of ``elements`` numbers in the format's dtype, bf16 or fp16."""
         return elements * self.dtype.itemsize
 
 

@@ -54,7 +54,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Storage format of quantized frozen weights: int8 or nf4 codes, and one fp32 scale per ``block`` columns."""
+    """Storage format of quantized frozen weights: int8 or nf4 codes, one fp32 scale per ``block`` columns of a row."""
 
     kind: WeightKind
     block: int
@@ -70,7 +70,7 @@ class WeightFormat:
 class QuantizedShape:
     """Shape and format of quantized weights in memory.
 
-    The weights are a matrix, a stack of matrices, or one tensor rank's shard of either.
+    The weights are a matrix, a stack of matrices, or one tensor-parallel rank's shard of either.
     """
 
     format: WeightFormat
@@ -175,7 +175,7 @@ def dequantize(
 ) -> Tensor:
     """Decodes ``packed``, a result of :func:`quantize`, to values in ``dtype``.
 
-    ``index``: index of the only matrix of a stack to decode; None: all. ``kernels`` selects Triton or PyTorch.
+    ``index``: decodes only this matrix of a stack; None: all. ``kernels`` selects Triton or PyTorch.
     """
     codes_RL, scales_RK = _parts(packed, shape)
     if index is not None:

@@ -206,7 +206,7 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Returns f(gate) * up elementwise, in the dtype of ``gate``; ``activation`` names the activation f, such as
     "silu".
 
-    ``gate`` and ``up`` have one shape.
+    ``gate`` and ``up`` have the same shape.
     """
     width = gate.shape[-1]
     y = gate.new_empty(gate.shape)

@@ -58,8 +58,8 @@ def rounded(values, index, low, high):
 def whole_index(own, places, held, along, inner):
     """Maps flat indices ``own`` in a shard to flat indices in the full parameter.
 
-    The sharded dim has size ``along``, with ``inner`` elements per index. ``places`` lists its ``held`` indices in the
-    shard.
+    The sharded dim has size ``along``, with ``inner`` elements per index. The shard has ``held`` indices of this dim,
+    listed in ``places``.
     """
     line = own // inner
     place = tl.load(places + line % held).to(tl.int64)
@@ -169,7 +169,7 @@ _ELEMENTS = 1024
 def decoded(codes, scale, place, inside, SIGNED: tl.constexpr):
     """Decodes 8-bit codes of moments at ``codes + place`` [blocks, elements] to fp32.
 
-    ``scale`` [blocks] has one scale per block. SIGNED: the codes have a sign bit.
+    ``scale`` [blocks] has one scale per block. ``inside`` masks the codes. SIGNED: the codes have a sign bit.
     """
     LEAST: tl.constexpr = 1016 - 127 if SIGNED else 1016 - 255
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)

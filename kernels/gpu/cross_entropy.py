@@ -76,7 +76,8 @@ def gradient_kernel(
 ):  # fmt: skip
     """Writes the gradient of one row of logits to ``out``, which may be the memory of ``logits``.
 
-    ``d_log_sum``, ``d_picked`` and ``d_weighted`` are the gradients of the softmax statistics.
+    ``d_log_sum``, ``d_picked`` and ``d_weighted`` are the loss gradients of ``log_sum``, target logit and weighted
+    logit sum.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
@@ -133,7 +134,7 @@ class Asked(NamedTuple):
 
 
 class SlopeBuffers(NamedTuple):
-    """Gradients of a loss in the softmax statistics of N rows, fp32 [N] each; None: an unused statistic."""
+    """Loss gradients of log-sum, target logit and weighted logit sum of N rows, fp32 [N] each; None: unused."""
 
     log_sum: Tensor
     picked: Tensor | None
@@ -169,7 +170,7 @@ def softmax_gradient(
     """Writes the gradient of ``logits_NW`` to ``out_NW``, which may be the same tensor.
 
     ``softmax`` is (largest logit, log of the sum of exp(logit - largest)) of each row over the full vocabulary.
-    ``slopes`` are the gradients of the softmax statistics.
+    ``slopes`` are the gradients of this log and of the statistics that ``asked`` requests.
     """
     rows, width = logits_NW.shape
     block, warps = _shape(width)

@@ -116,10 +116,10 @@ def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, t
 
 
 def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
-    """Returns a contiguous stack of matrices for a kernel; copies only if necessary.
+    """Returns a contiguous, 16-byte aligned stack of matrices for a kernel, a copy if necessary.
 
     Returns:
-        (``matrices`` [X, K, N], False), or (transposed matrices [X, N, K], True).
+        (``matrices`` [X, K, N], False) if contiguous with rows of whole 16 bytes; else (transposed [X, N, K], True).
     """
     plain = matrices.is_contiguous() and matrices.shape[2] * matrices.element_size() % _ALIGNED == 0
     lying = matrices if plain else matrices.transpose(1, 2)

@@ -255,10 +255,10 @@ def launch_matmul(
 
 
 def as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
-    """Returns a contiguous matrix for a kernel; copies only if necessary.
+    """Returns a contiguous, 16-byte aligned matrix for a kernel, a copy if necessary.
 
     Returns:
-        (``matrix``, False), or (its transpose, True).
+        (``matrix``, False) if contiguous with rows of whole 16 bytes; else (its transpose, True).
     """
     plain = matrix.is_contiguous() and matrix.shape[1] * matrix.element_size() % _ALIGNED == 0
     lying = matrix if plain else matrix.t()

@@ -39,8 +39,8 @@ def norm_forward_kernel(
 ):  # fmt: skip
     """Computes RMSNorm, or LayerNorm with CENTERED, of one row of x + residual; writes it to ``y``.
 
-    It also writes x + residual to ``stream``, the mean, and 1 / standard deviation to ``rstd``. OFFSET is added to the
-    weight.
+    It also writes x + residual to ``stream``, its mean to ``mean``, and 1 / its standard deviation to ``rstd``. OFFSET
+    is added to the weight.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -73,8 +73,8 @@ def norm_backward_kernel(
     """Computes the gradient ``dx`` of a norm's input for ``rows_each`` consecutive rows, from the output's gradient
     ``dy``.
 
-    With RESIDUAL, it adds ``dstream``, the gradient of x + residual. With WEIGHT and BIAS, it also writes gradients,
-    summed over the program's rows, to one row of ``dweight`` and ``dbias`` [programs, width].
+    With RESIDUAL, it adds ``dstream``, the gradient of x + residual, to ``dx``. With WEIGHT and BIAS, it also writes
+    gradients, summed over the program's rows, to one row of ``dweight`` and ``dbias`` [programs, width].
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -46,8 +46,8 @@ class BlockRule(NamedTuple):
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Tensor, Tensor]:
     """Computes attention over one block of keys; returns (output [.., G, Q, E], log-sum-exp [.., G, Q]).
 
-    ``q`` is [.., G, Q, D], ``k`` [.., H, K, D] and ``v`` [.., H, K, E]. The log-sum-exp is -inf for a query without
-    keys.
+    ``q`` is [.., G, Q, D] with G heads, a multiple of H, ``k`` [.., H, K, D] and ``v`` [.., H, K, E]. The log-sum-exp
+    is -inf for a query without keys.
     """
     if _flash(q, k, v, rule):
         made = _aten()._scaled_dot_product_flash_attention(q, k, v, 0.0, rule.causal, False, scale=rule.scale)

@@ -70,7 +70,7 @@ class Softmax(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Gradients of a loss in the softmax statistics of N rows, [N] each; None: no gradient."""
+    """Loss gradients of log-sum, target logit and weighted logit sum of N rows, [N] each; None: no gradient."""
 
     log_sum: Tensor | None
     picked: Tensor | None = None
@@ -98,9 +98,11 @@ def fits_softmax_kernels(logits: Tensor) -> bool:
 
 
 def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
-    """Returns the softmax statistics of each row of ``logits_NW`` over this rank's columns, in one pass.
+    """Returns statistics of each row of ``logits_NW`` over this rank's columns, in one pass.
 
-    ``question`` requests the optional statistics. ``triton``: uses Triton if its kernels support the logits.
+    They are maximum, sum of exp(logit - maximum), and the statistics that ``question`` requests.
+
+    ``triton``: uses Triton if its kernels support the logits.
     """
     if not triton or not fits_softmax_kernels(logits_NW):
         return statistics_reference(logits_NW, question)
@@ -112,9 +114,9 @@ def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Stat
 def join_softmax_terms(
     found: Statistics, question: Question, width: int, exchange: Exchange | None, known: Softmax | None = None
 ) -> tuple[Softmax, Tensor | None, Tensor | None]:
-    """Combines ``found``, the softmax statistics over each rank's columns, to statistics over all columns.
+    """Combines ``found``, the softmax statistics over this rank's columns, with other ranks' to all columns.
 
-    It all-reduces one maximum and one sum.
+    It all-reduces one maximum and one sum; with ``known`` only the sum.
 
     Args:
         question: request from which ``found`` was computed.
@@ -157,7 +159,8 @@ def find_gradient(
 ) -> Tensor:
     """Returns the gradient of ``logits_NW`` from ``slopes``, the gradients of the softmax statistics.
 
-    ``question`` and ``softmax``: as in the forward. ``inplace``: overwrites the logits and returns them.
+    ``question`` and ``softmax``: argument and result of :func:`join_softmax_terms`. ``inplace``: overwrites the logits
+    and returns them.
     """
     if slopes.log_sum is None:
         slopes = slopes._replace(log_sum=torch.zeros_like(softmax.largest))
@@ -298,7 +301,8 @@ class CrossEntropy:
     reduction: Reduction = "mean"
 
     def slopes(self, slope_N: Tensor, vocabulary: int) -> Slopes:
-        """Returns the gradients of the softmax statistics from ``slope_N``, the gradient of the loss of each row.
+        """Returns loss gradients of log-sum, target logit and weighted logit sum, from ``slope_N``, the gradient of the
+        loss of each row.
 
         ``vocabulary``: number of classes on all ranks.
         """

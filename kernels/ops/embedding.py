@@ -22,7 +22,8 @@ from engine.kernels.dispatch import Kernels, MainGradient, eager_apply, open_sum
 def look_up_rows(weight_VH: Tensor, ids: Tensor, padding: int | None, kernels: Kernels) -> Tensor:
     """Returns the rows of ``weight_VH`` [V, H] at the indices ``ids``, int64 or int32 [..], as [.., H]. Differentiable.
 
-    The row ``padding`` gets no gradient. The backward may add to the weight's main gradient in place.
+    The row ``padding`` gets no gradient. The backward adds in place to the weight's main gradient (Megatron-LM:
+    ``main_grad``) if :func:`open_sum` returns it.
     """
     if has_torch_function((weight_VH, ids)):
         return handle_torch_function(look_up_rows, (weight_VH, ids), weight_VH, ids, padding, kernels)
@@ -60,7 +61,7 @@ _look_up = eager_apply(_Added)
 def add_rows_(into_VH: Tensor, ids_N: Tensor, rows_NH: Tensor, padding: int = -1) -> None:
     """Adds row n of ``rows_NH`` to row ``ids_N[n]`` of ``into_VH`` in place, for all n; the host does not wait.
 
-    Rows with the id ``padding`` are left out. Rows with one id are summed in a fixed order.
+    Rows with the id ``padding`` are left out. Rows with the same id are summed in a fixed order.
     """
     sorted_N, order_N = ids_N.sort()
     first_N = torch.ones_like(sorted_N, dtype=torch.bool)

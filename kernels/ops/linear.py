@@ -46,8 +46,8 @@ def linear(
 ) -> Tensor:
     """Computes f(x W' + b) + residual: x [.., I] -> [.., O], with the activation f of ``form``. Differentiable.
 
-    ``weight`` is W [O, I], or W' [I, O] with ``form.transposed``. The backward may add to the weight's main gradient in
-    place.
+    ``weight`` is W [O, I], or W' [I, O] with ``form.transposed``. The backward adds in place to the weight's main
+    gradient (Megatron-LM: ``main_grad``) if :func:`open_sum` returns it.
     """
     given = x, weight, bias, residual
     if has_torch_function(given):
@@ -193,8 +193,8 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 def added_to_main(main: MainGradient | None, node: Any | None, a: Tensor, b: Tensor, kernels: Kernels) -> bool:
     """Adds ``a`` [M, K] @ ``b`` [K, N] to the main gradient ``main`` [M, N]; returns True.
 
-    It returns False if the caller must return the gradient to autograd instead. ``node``: as for
-    :meth:`MainGradient.begin`.
+    It returns False if :func:`open_sum` returns None: the caller must then return the gradient to autograd. ``node``:
+    as for :meth:`MainGradient.begin`.
     """
     opened = open_sum(main, node)
     if main is None or opened is None:
@@ -360,7 +360,7 @@ _library_linear.register_autograd(_library_linear_gradients, setup_context=_keep
 
 
 class MainProduct(NamedTuple):
-    """Settings of a linear layer, for a weight with a main gradient: a tensor that sums its gradients."""
+    """Settings of a linear layer, and ``main``, which sums the gradients of its weight over microbatches."""
 
     transposed: bool
     activation: Activation

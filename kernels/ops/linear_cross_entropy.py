@@ -73,7 +73,7 @@ class Head(NamedTuple):
 
 
 class Conditions(NamedTuple):
-    """Options of :func:`linear_terms` without gradients."""
+    """Arguments of :func:`linear_terms` that get no gradients, such as all-reduces."""
 
     kernels: Kernels
     exchange: Exchange | None = None
@@ -135,8 +135,8 @@ def linear_cross_entropy(
 def linear_terms(hidden_NH: Tensor, head: Head, question: Question, conditions: Conditions) -> LinearTerms:
     """Computes the softmax statistics of ``head.logits(hidden)`` chunk by chunk; the backward recomputes the logits.
 
-    With ``conditions.exchange``, it all-reduces one maximum and one sum. The backward does not communicate: the caller
-    sums the gradient of ``hidden_NH`` over the ranks.
+    With ``conditions.exchange``, it all-reduces one maximum and one sum; with ``conditions.known`` only the sum. The
+    backward does not communicate: the caller sums the gradient of ``hidden_NH`` over the ranks.
     """
     found: tuple[Any, ...] = _Terms.apply(hidden_NH, *head, question, conditions)  # type: ignore[no-untyped-call]
     return LinearTerms(*found)

@@ -133,7 +133,8 @@ def adam_8bit_(
 ) -> None:
     """Makes Adam or AdamW update number ``step`` (from 1) of ``weights_n`` in place, with moments in 8-bit codes.
 
-    ``moments``: first and second moment, with ``block`` elements per scale. They are updated by :func:`adam_`.
+    ``moments``: first and second moment, with ``block`` elements per scale. They are decoded, updated by
+    :func:`adam_`, and encoded again.
     """
     forms = [StateFormat(block, signed) for signed in (True, False)]
     for part in chunks(len(weights_n)):

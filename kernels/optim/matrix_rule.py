@@ -80,9 +80,9 @@ def eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def side_shapes(shape: tuple[int, ...], largest: int, left: str, right: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of two square state matrices of a matrix of ``shape``, by the names ``left`` and ``right``.
+    """Returns the shapes of two state matrices by name: (rows, rows) for ``left``, (columns, columns) for ``right``.
 
-    They are (rows, rows) and (columns, columns). Matrices with more than ``largest`` rows are left out.
+    ``shape`` is (rows, columns). State matrices with more than ``largest`` rows are left out.
     """
     rows, columns = shape
     sides = {left: (rows, rows), right: (columns, columns)}
@@ -123,7 +123,7 @@ class MuonRule:
         )
 
     def rate(self, shape: tuple[int, ...]) -> float:
-        """Returns the learning rate for a matrix of ``shape``: ``lr`` times a factor that depends on ``shape``."""
+        """Returns the learning rate for a matrix of ``shape``, as torch's Muon adjusts ``lr`` to rows and columns."""
         rows, columns = shape
         ratio = 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1, rows / max(1, columns)))
         return self.lr * ratio

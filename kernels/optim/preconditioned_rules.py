@@ -83,8 +83,8 @@ class ShampooRule:
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Returns the names and shapes of the state tensors of a matrix of ``shape``.
 
-        They are a statistic and its inverse root for each side up to ``max_preconditioner_dim``, and the momentum and
-        second moments if the options need them.
+        They are a statistic and its inverse root for each dim of size up to ``max_preconditioner_dim``, and the
+        momentum and second moments if the options need them.
         """
         sums = side_shapes(shape, self.max_preconditioner_dim, LEFT, RIGHT)
         roots = side_shapes(shape, self.max_preconditioner_dim, LEFT_ROOT, RIGHT_ROOT)
@@ -190,7 +190,7 @@ class SoapRule:
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Returns the names and shapes of the state tensors of a matrix of ``shape``.
 
-        They are two moments, and a statistic and an eigenbasis for each side up to ``max_precond_dim``.
+        They are two moments, and a statistic and an eigenbasis for each dim of size up to ``max_precond_dim``.
         """
         averages = side_shapes(shape, self.max_precond_dim, SOAP_LEFT, SOAP_RIGHT)
         bases = side_shapes(shape, self.max_precond_dim, LEFT_BASIS, RIGHT_BASIS)

@@ -175,7 +175,7 @@ class ScheduleFreeRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "ScheduleFreeRule":
-        """Returns the rule with the options in ``group``, after :func:`count` has counted the update."""
+        """Returns the rule with the options in ``group``; :func:`count` must have counted the update before."""
         lr, newest = group["scheduled_lr"], group["newest"]
         return cls(lr, tuple(group["betas"]), group["eps"], group["weight_decay"], newest)
 
@@ -183,7 +183,8 @@ class ScheduleFreeRule:
 def count(group: dict[str, Any]) -> None:
     """Adds one to ``group["step"]``, in a parameter group of schedule-free AdamW.
 
-    It also sets ``scheduled_lr``, the learning rate with warmup, and ``newest``, the weight of the newest iterate.
+    It also sets ``scheduled_lr``, the learning rate with warmup, and ``newest``, the weight of the newest iterate in
+    the average.
     """
     step = group["step"] = group.get("step", 0) + 1
     warmup = group["warmup_steps"]
@@ -231,7 +232,7 @@ class LayerRule(Protocol):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the state tensors with one number per element, in the order of ``moments``."""
+        """Names of the state tensors with one number per element, in the order of :meth:`take_in`'s ``moments``."""
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
         """Updates the state tensors ``moments`` of a slice in place with its gradients ``grads_n``."""
@@ -378,7 +379,7 @@ class AdafactorRule:
         return min(self.lr, 1 / math.sqrt(step))
 
     def least(self, dtype: torch.dtype) -> float:
-        """Returns the smallest divisor of gradients, for means in ``dtype``."""
+        """Returns the smallest divisor of gradients: ``eps``, or if it is None the machine epsilon of ``dtype``."""
         return torch.finfo(dtype).eps if self.eps is None else self.eps
 
 
@@ -416,7 +417,7 @@ class MatrixPiece:
         return slice(self.start // self.columns, -(-self.stop // self.columns))
 
     def matrices(self, device: torch.device) -> Tensor:
-        """Returns the index of the matrix in the stack for each row in :attr:`lines`, int64 on ``device``."""
+        """Returns, for each row in :attr:`lines`, the index of its matrix in a stack, int64 on ``device``."""
         return torch.arange(self.lines.start, self.lines.stop, device=device) // self.shape[-2]
 
     def add_squares(self, squares_n: Tensor, sums: Mapping[str, Tensor]) -> None:
@@ -467,7 +468,7 @@ def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: flo
 def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
     """Returns a factor for each row and column; their product is the mean squared gradient of an element.
 
-    ``means`` of a vector are returned unchanged. ``least``: lower bound of a divisor.
+    ``means`` of a vector are returned unchanged. Row means are divided by their mean, at least ``least``.
     """
     if SQUARES in means:
         return dict(means)

@@ -282,7 +282,8 @@ def _memory_free() -> int | None:
 def with_gpus(host: HostFacts, variables: Mapping[str, str], device: str) -> HostFacts:
     """Returns a copy of ``host``, facts about this host, with its GPUs and the NCCL version.
 
-    If ``device`` is not empty, it also runs a small kernel on this GPU. ``gpu_problem`` describes a failure.
+    If ``device`` is not empty, it also runs a small kernel on this GPU. The copy's ``gpu_problem`` describes a
+    failure.
     """
     import torch
 

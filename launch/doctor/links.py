@@ -56,7 +56,7 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def ladder(call: Callable[[int], float]) -> int:
-    """Finds the message size in bytes for a rate measurement: doubles it until a call takes long enough.
+    """Finds the message size in bytes for a rate measurement: doubles it until a call takes 0.05 s or at ``LARGE``.
 
     Args:
         call: callback that sends a message of the given size in bytes, and returns the seconds taken.
@@ -97,7 +97,8 @@ class PairTimes:
 
 
 def measure_pairs(group: HostGroup, leaders: Sequence[int]) -> list[PairTimes]:
-    """Measures the links between pairs of hosts; returns the results of the pairs with this rank's host first.
+    """Measures the links between pairs of hosts; returns the results of pairs with this rank's host as
+    their first host.
 
     ``leaders``: one rank per host; all of them must call this function.
 

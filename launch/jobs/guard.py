@@ -34,7 +34,7 @@ SET_PARENT_DEATH_SIGNAL = 1
 def watch_over_torchrun() -> None:
     """Runs torchrun on this host while the launcher is connected over ssh, then exits with torchrun's exit code.
 
-    The request is a line of JSON on stdin. An older guard of the same job is ended first.
+    It reads torchrun's command as a line of JSON from stdin. An older process for the same job is ended first.
     """
     wish = json.loads(sys.stdin.readline())
     libc = ctypes.CDLL(None)

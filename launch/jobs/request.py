@@ -124,7 +124,7 @@ def exported(wishes: Iterable[str], environment: Mapping[str, str]) -> dict[str,
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of ``environment`` that every host gets even without ``--export``."""
+    """Returns the variables of ``environment`` that every host gets even without ``--export``, such as NCCL_*."""
     return {
         name: value
         for name, value in environment.items()

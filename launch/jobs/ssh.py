@@ -154,7 +154,7 @@ class HostRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPlace:
-    """Rendezvous of a job's hosts: host and port of the store, identity, and number of restarts."""
+    """Rendezvous of a job's hosts: host and port of the store, rendezvous id, and number of restarts."""
 
     first: Host
     port: int

@@ -107,15 +107,16 @@ class PlannedModel:
         return replace(plan, notes=(*notes, KNOWN_NOTE))
 
     def plan_shorter(self, shorter: nn.Module, plan: Plan) -> Plan:
-        """Returns a plan for ``shorter``, a copy of the model with fewer blocks, with the tensor-parallel styles of
-        ``plan``.
+        """Returns a plan for ``shorter``, a copy of the model with fewer blocks.
+
+        It has the tensor-parallel styles of ``plan``.
         """
         styles = None if plan.tensor is None else _present(shorter, plan.tensor.patterns)
         made = replace(self, model=shorter, styles=styles).plan(plan.config)
         return replace(made, config=plan.config)
 
     def shortened(self, shorter: nn.Module, config: Config) -> "PlannedModel":
-        """Returns a copy of these inputs for ``shorter``, a copy of the model with fewer blocks.
+        """Returns a copy of this object for ``shorter``, a copy of the model with fewer blocks.
 
         The tensor-parallel styles are searched for the whole model under ``config``.
         """
@@ -124,7 +125,7 @@ class PlannedModel:
         return replace(self, model=shorter, styles=_present(shorter, self._search(config).patterns))
 
     def with_rows_of(self, length: int) -> "PlannedModel":
-        """Returns a copy of these inputs with an example row of ``length`` tokens."""
+        """Returns a copy of this object with an example row of ``length`` tokens."""
         sizes = {leaf.shape[1] for leaf in tree_leaves(self.row) if leaf.dim() > 1}
         tokens = max(sizes, default=1)
 

@@ -25,7 +25,9 @@ from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_of
 
 
 class SentBytes(NamedTuple):
-    """Planned and measured bytes that a rank sends for one label on one axis, in its last recorded step.
+    """Planned and measured bytes that a rank sends for one kind of communication (``label``) on one grid axis.
+
+    They are from its last recorded step.
 
     ``planned`` None: not planned. ``measured`` None: nothing was sent.
     """

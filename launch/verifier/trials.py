@@ -310,7 +310,7 @@ EPS = 1e-5
 def small_config(config: Config) -> Config:
     """Returns a small version of ``config`` in fp32, for a comparison with plain training.
 
-    It has few microbatches and data ranks. Checkpoints, monitors and watchdogs are off.
+    It has microbatches of one row, and at most 4 data ranks. Checkpoints, monitors and watchdogs are off.
     """
     optimizer = config.optimizer
     if optimizer is not None:

@@ -95,7 +95,8 @@ def product_return_kernel(
 ):  # fmt: skip
     """Multiplies rows of ``whole`` [R, K] by the matrices of their experts; sends the products to the tokens' ranks.
 
-    ``matrices`` is [X, K, N]; ``received`` is a table of tiles (:class:`ExpertRows`); ``out`` gives the dtype.
+    ``matrices`` is [X, K, N]; ``received`` is a table of tiles (:class:`ExpertRows`). Products have the dtype of
+    ``out``.
     """
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), received_tiles * columns, tl.num_programs(0)):
@@ -141,7 +142,7 @@ def launch_dispatch_product(
     N].
 
     ``tokens_TK`` is contiguous, sorted by expert, in the dtype of ``matrices_XKN``. ``rows``: counts of the sent rows.
-    ``half``: "push" only sends; "multiply" only receives and multiplies.
+    ``half``: "push" only sends, and its result is undefined; "multiply" only receives and multiplies.
     """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]

@@ -96,8 +96,8 @@ def gather_product_kernel(
     It writes ``out`` [B, W, L, N], plus ``bias`` [N] with BIAS. PUSHES: sends; MULTIPLIES: receives and multiplies.
 
     Args:
-        patience: number of polls after which a signal counts as lost.
-        capacity: bytes of the memory for the rows of one rank.
+        patience: number of polls after which a rank's signal of a sent tile counts as lost.
+        capacity: bytes of the memory, on each rank, for the rows of one rank.
         most: maximum number of signals from one rank to another.
     """
     if PUSHES:
@@ -133,7 +133,7 @@ def product_scatter_kernel(
     """Multiplies ``whole`` [B, W, L, K] by ``matrix`` [K, N], adds ``plus``, and sends ``result[:, w]`` to rank w.
 
     With EVERYWHERE, ``whole`` is [B, L, K], and all rows are sent to all ranks. With STAYS, rows are written only to
-    this rank's memory. ``out`` gives the dtype.
+    this rank's memory. The result has the dtype of ``out``.
     """
     each = tl.cdiv(L, BM)
     rows = B * each
@@ -262,8 +262,8 @@ def multicast_sum_kernel(
     """Sums this rank's rows [L, N] over the products of all ranks through the NVLink switch, and sends the sums to all
     ranks.
 
-    Call ``epoch`` has written the products; the sums belong to the next call. A tile that a rank has not written is not
-    sent. Without INSTRUCTIONS the switch is emulated.
+    It sums the products of call ``epoch``, and sends the sums and their signals as call ``epoch`` + 1. A tile that a
+    rank has not written is not sent. Without INSTRUCTIONS the switch is emulated.
     """
     columns = tl.cdiv(N, BN)
     wide: tl.constexpr = 16 // BYTES
@@ -319,7 +319,7 @@ class KernelCall:
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
-        """Arguments of a kernel: (rank, epoch, patience, capacity, most), as in :class:`Mailbox`."""
+        """Arguments of a kernel: (rank, epoch, patience, capacity, most), from this call and its mailbox."""
         box = self.mailbox
         return box.rank, self.epoch, box.patience, box.capacity, box.most
 
@@ -330,8 +330,8 @@ def launch_gather_product(
     """Sends ``part_BLK`` to all ranks; returns the rows of all W ranks times ``matrix_KN``, plus ``bias``, [B, W, L,
     N].
 
-    ``part_BLK`` is contiguous, in the dtype of the matrix. ``half``: "push" only sends; "multiply" only receives and
-    multiplies.
+    ``part_BLK`` is contiguous, in the dtype of the matrix. ``half``: "push" only sends, and its result is undefined;
+    "multiply" only receives and multiplies.
     """
     matrix, transposed = as_it_lies(matrix_KN)
     (sequences, rows, depth), columns = part_BLK.shape, matrix_KN.shape[1]
@@ -384,8 +384,8 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
 def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> None:
     """Sums this rank's rows over the products of all ranks through the NVLink switch, and sends the sums to all ranks.
 
-    :func:`launch_product_scatter` with ``stays`` computes the products in this call. :func:`launch_collect_slots`
-    receives the sums in the next call.
+    :func:`launch_product_scatter` with ``stays`` computes the products, with the same ``call.epoch``.
+    :func:`launch_collect_slots` receives the sums, with the next ``call.epoch``.
     """
     shape, mailbox = call.shape(dtype), call.mailbox
     like = torch.empty(0, dtype=dtype, device=mailbox.status.device)
@@ -421,7 +421,7 @@ def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
 def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
     """Returns the rows that all W ranks have sent with :func:`launch_forward_slots`, [W, L, N] in rank order.
 
-    ``part_LN`` gives shape and dtype.
+    Each rank's rows have the shape and dtype of ``part_LN``.
     """
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     out = part_LN.new_empty((mailbox.ranks, *part_LN.shape))

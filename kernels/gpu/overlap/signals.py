@@ -79,7 +79,7 @@ def place_of(table, owner, index):
 
 @triton.jit
 def arrival_of(arrivals, owner, writer, tile, epoch, most, RANKS: tl.constexpr):
-    """Returns a pointer to the signal of rank ``writer`` on rank ``owner`` for ``tile`` in call ``epoch``.
+    """Returns a pointer to a signal in rank ``owner``'s memory: rank ``writer`` sets it for ``tile`` in call ``epoch``.
 
     ``arrivals`` has the address of each rank's signals; ``most`` is the number of signals per writer.
     """
