@@ -52,8 +52,10 @@ class LocalPiece:
         return update_gradient(self.flat, self.part)
 
     def within(self, owned: Tensor) -> Tensor:
-        """Returns the view of this piece's elements in ``owned``, a flat tensor like this rank's shard of the piece's
-        bucket.
+        """Returns the view of this piece's elements in ``owned``.
+
+        Args:
+            owned: flat tensor with one value for each element of this rank's shard of a bucket (many parameters).
         """
         return owned[self.part.start - self.flat.owned.start : self.part.stop - self.flat.owned.start]
 
@@ -162,8 +164,8 @@ class UntrainedState:
     def digests(self, comm: Comm, device: torch.device, with_buffers: bool) -> dict[str, str]:
         """Returns dtype and digest of each frozen parameter by name, such as "bfloat16 0123456789abcdef".
 
-        With ``with_buffers``, rank 0 also returns the persistent buffers. Makes at most one all-reduce over all ranks,
-        label "outer".
+        With ``with_buffers``, rank 0 also returns dtypes and digests of persistent buffers. Makes at most one
+        all-reduce over all ranks, label "outer".
         """
         ownership, coord = SaveOwnership(self.plan), comm.grid.coord()
         rows = [row for row in self.plan.table if not row.trainable and row.quantized is None]

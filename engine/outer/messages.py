@@ -182,7 +182,7 @@ class StoreRefusedError(Exception):
     """Error of a request that a store refuses; the state of the store is unchanged.
 
     Args:
-        message: one sentence with the given value, the rule and the remedy.
+        message: one sentence with the refused value, the rule that it breaks, and a remedy.
         status: HTTP status, such as 409 for a push out of sequence.
     """
 
@@ -209,10 +209,12 @@ class StoreLink(Protocol):
         """
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Registers the elements that ``rank`` pushes and pulls; call it before any push and pull of this life."""
+        """Registers the elements that ``rank`` pushes and pulls in the site's run ``life``; call it before any push and
+        pull.
+        """
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Sends ``rank``'s initial weights of ``fragment``, fp32 as uint8 [bytes]."""
+        """Sends, for the site's run ``life``, ``rank``'s initial weights of ``fragment``, fp32 as uint8 [bytes]."""
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
         """Stores ``rank``'s part of a push durably, and returns the state of the push.
@@ -224,12 +226,15 @@ class StoreLink(Protocol):
         """
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version of ``fragment`` that this site may download with ``pull``; None if there is none
-        now.
+        """Returns the newest version of ``fragment`` that the site's run ``life`` may download with ``pull``; None if
+        there is none now.
         """
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Downloads ``rank``'s elements of ``fragment`` in this ``version``, fp32 [elements]."""
+        """Downloads ``rank``'s elements of ``fragment`` in this ``version``, fp32 [elements].
+
+        ``life``: number of the site's run.
+        """
 
     def renew(self, life: int) -> None:
         """Renews the lease of ``life``, one run of a site. When a lease ends, the store counts the site as lost.

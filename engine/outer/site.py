@@ -161,10 +161,11 @@ class OuterLoop(StepPart):
             self._join()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Pushes the step's gradients, and replaces them by the merged result, before the optimizer runs.
+        """Pushes the step's gradients, and waits for the result, before the optimizer runs.
 
-        The result is summed gradients or new weights. Does nothing if sites push weight differences. Returns the error
-        of ``step`` or of the exchange, or None. All ranks of the site call it.
+        The result is new weights, which the optimizer copies, or summed gradients, which replace the step's. Does
+        nothing if sites push weight differences. Returns the error of ``step`` or of the exchange, or None. All ranks
+        of the site call it.
         """
         if self._content is Content.DELTAS:
             return step.problem
@@ -182,10 +183,9 @@ class OuterLoop(StepPart):
         self._tokens += totals.tokens
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Pushes weight differences that are due after ``step``, and applies newly merged weights.
+        """Counts ``step``; if sites push weight differences, pushes the due ones, and applies newly merged weights.
 
-        If sites push gradients, only counts the step. Adds values such as "outer/clock" to ``step.figures``. All ranks
-        of the site call it.
+        Adds values such as "outer/clock" to ``step.figures``. All ranks of the site call it.
 
         Args:
             made: number of optimizer updates so far, including this step's.
@@ -227,7 +227,7 @@ class OuterLoop(StepPart):
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the counters and versions of a result of ``state_dict``, for the next join of the stores."""
+        """Restores the counters and versions from a result of ``state_dict``; this site's next join uses them."""
         self._steps, self._rows, self._tokens = int(state["steps"]), int(state["rows"]), float(state["tokens"])
         self._pushed_rows = int(state["pushed_rows"])
         if len(state["versions"]) == len(self._versions):

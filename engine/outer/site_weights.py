@@ -33,7 +33,8 @@ class Anchors:
 
     Args:
         buckets: flat buckets of the weights; each is one tensor for many parameters.
-        places: tensors that the optimizer updates; checkpoints store anchors under their names.
+        places: tensors that the optimizer updates; checkpoints store anchors under the names of these tensors'
+            parameters.
         feedback: True to store encoding errors, too.
     """
 
@@ -145,8 +146,9 @@ class SiteWeights:
         """Merges ``body``, the store's values of this rank's elements of ``fragment``, fp32 [elements], into the
         weights.
 
-        New weights are body + weight - anchor, with ``mixing`` mixing * weight + (1 - mixing) * body, with ``alone``
-        body. If sites push weight differences, body becomes the anchor. All-gathers parameters, label "parameters".
+        The new weights are body + weight - anchor (weight after the last exchange). With ``outer.mixing`` = m: m *
+        weight + (1 - m) * body. With ``alone``: body. If sites push weight differences, body becomes the anchor.
+        All-gathers parameters, label "parameters".
         """
         mixing = self._outer.mixing
         for flat in self.local.buckets(fragment):

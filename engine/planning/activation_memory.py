@@ -106,7 +106,8 @@ def peak_of_row(
     """Returns the peak of live bytes on a rank that runs ``actions`` in order, and the action at the peak.
 
     Args:
-        releases: for each action, the indices of earlier actions with sent tensors that are freed before it begins.
+        releases: for each action, the indices of earlier actions; the tensors that they sent are freed before it
+            begins.
         memory_of: function that returns the memory change of an action.
         base: live bytes between steps, without message buffers.
         end_rise: peak bytes during the final gradient reduction minus live bytes after the last action.
@@ -151,8 +152,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Torch dispatch mode that counts the bytes of live tensors that were allocated inside it.
 
     Args:
-        resized: function that returns the bytes of outer storages that change their size inside, such as gathered
-            parameters (ZeRO 3). Only ``peak`` includes them.
+        resized: function that returns the bytes of resizable storages allocated outside the mode, such as gathered
+            parameters (ZeRO 3). Only ``peak`` includes these bytes.
     """
 
     def __init__(self, resized: Callable[[], int] = int) -> None:

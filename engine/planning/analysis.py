@@ -120,7 +120,7 @@ def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """Trace of the example batch, tensor plan, partition and schedule; None or empty if not configured."""
+    """Results of :func:`analyze`, such as trace, tensor plan and partition; None or empty if not configured."""
 
     trace: ModelTrace | None = None
     partition: Partition | None = None

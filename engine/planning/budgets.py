@@ -189,7 +189,7 @@ def _held(kinds: Mapping[str, int]) -> dict[str, int]:
 
 
 def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> frozenset[int]:
-    """Returns the indices of the buckets (flat buffers) that the CPU updates.
+    """Returns the indices of the buckets (flat buffers) that the CPU updates because of ``offload_optimizer``.
 
     With ``offload_param``, the CPU also updates every bucket without fp32 masters.
     """
@@ -294,7 +294,7 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Returns the number of data and context ranks on one node, or in the grid without ``parallel.gpus_per_node``."""
+    """Returns the number of data and context ranks on one node; without ``parallel.gpus_per_node``, in the grid."""
     node, grid = config.parallel.gpus_per_node, config.grid(0)
     ranks = grid.size(grid.sums)
     return ranks if node is None else min(ranks, max(1, node // grid.stride(grid.sums)))
@@ -333,7 +333,8 @@ def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
 
 
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
-    """Returns a rank's traffic in a step for all-gathers of sharded parameters, and for the agreement of ranks on them.
+    """Returns a rank's traffic in a step for all-gathers of sharded parameters, and for one agreement per forward on
+    unplanned all-gathers.
 
     Ranks that call different modules agree more often than this counts.
     """

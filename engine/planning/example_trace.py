@@ -39,7 +39,7 @@ from engine.program.program import Program
 class SharedSequences:
     """Tracer of an example batch, in which each context rank has a part of every sequence.
 
-    If the model's code raises for a part, that code gets full sequences.
+    If a module of the model raises for a part, this module gets full sequences.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class SharedSequences:
     def trace(self, stages: int, watch: CollectiveRecorder | None) -> ModelTrace:
         """Returns the trace of one training microbatch (forward and loss) for ``stages`` pipeline stages.
 
-        Repeats the trace while a trace shows that sequences must be divided otherwise. ``watch``: recorder of tensor-
-        and context-parallel traffic, or None.
+        Traces again while a trace shows that ranks need other positions, such as full sequences for one module.
+        ``watch``: recorder of tensor- and context-parallel traffic, or None.
         """
         while True:
             patches, needs = ForwardPatches(), None
@@ -165,7 +165,8 @@ def _real(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Opens a context in which parameters and buffers of ``model`` have the run's dtypes; the end restores them.
+    """Opens a context in which parameters and buffers of ``model`` have the dtypes of ``precision``; its end restores
+    dtypes and values.
 
     Parameters with a changed dtype have no values inside.
     """

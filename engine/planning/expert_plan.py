@@ -75,7 +75,7 @@ class ExpertPlan:
 
     @property
     def uncut(self) -> tuple[str, ...]:
-        """Names of the modules with experts that tensor ranks store unsharded."""
+        """Names of the modules that own experts, if tensor ranks store these experts unsharded."""
         listed = (name for each in self.listed if not each.cut for name in each.names)
         return (*(each.name for each in self.routed if each.added is None), *listed)
 
@@ -159,7 +159,7 @@ def _numbered(routers: tuple[RouterChoice, ...], blocks: tuple[str, ...]) -> Rep
 
 
 def around_experts(config: Config, model: nn.Module, shared: ExpertPlan | None) -> tuple[str, ...]:
-    """Returns the names of the MoE modules and routers that the engine changes.
+    """Returns the names of the MoE modules and routers that the engine wraps, such as for expert parallelism.
 
     ``shared``: plan of expert parallelism, or None.
     """

@@ -18,7 +18,8 @@ def measured_overlap(config: Config, device: torch.device, card: str | None = No
     Returns None if fusing is never faster, if ``parallel.overlap`` is not "auto", or with one tensor rank.
 
     Args:
-        card: GPU name by which all ranks choose; "" if kernels do not run on all ranks; None: this rank's GPU.
+        card: name of the GPU type, equal on all ranks; "" if Triton kernels do not run on all ranks; None: this rank's
+            GPU.
     """
     if config.parallel.overlap != "auto" or config.tp == 1 or card == "" or not runs_triton(device):
         return None

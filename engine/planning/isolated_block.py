@@ -58,7 +58,7 @@ class IsolatedBlock:
     ``selective``: operators with results that selective recomputation stores; None: no selective recomputation.
 
     Raises:
-        PlanError: a closure over the model runs in place of the forward of one of its modules.
+        PlanError: the ``forward`` of the module or of a submodule is a closure, which would run the original model.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ def copy_block(
     ``left_out``: names, within the module, of parameters that become meta tensors.
 
     Raises:
-        PlanError: a closure over the model runs in place of the forward of one of its modules.
+        PlanError: the ``forward`` of the module or of a submodule is a closure, which would run the original model.
     """
     unit = model.get_submodule(name)
     for path, module in unit.named_modules():

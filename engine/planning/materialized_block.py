@@ -37,7 +37,7 @@ class IsolatedRunError(Exception):
 def alone() -> Iterator[None]:
     """Opens a context in which exceptions of user code become :class:`IsolatedRunError`.
 
-    Errors of the engine's own code, and requests for a full weight, pass through.
+    Errors of the engine's own code, and ``WholeWeightError`` (code reads a full low-rank weight), pass through.
     """
     try:
         yield
@@ -86,8 +86,8 @@ class MaterializedUnit:
     def run(self, body: Callable[[MaterializedBlock], Result]) -> Result:
         """Makes a float64 copy of the module with random weights, and returns ``body(copy)``.
 
-        Large weights are products of two thin matrices. If ``body`` needs a full weight, it runs again with it, so it
-        must have no side effects.
+        Large weights are products of two thin matrices. If ``body`` reads all elements of one, calls ``body`` again
+        with the full weight; so ``body`` must have no side effects.
 
         Raises:
             IsolatedRunError: the module cannot be copied, or uses values of the model that are not among its arguments.

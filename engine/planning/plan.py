@@ -469,7 +469,7 @@ def _division(
 
 
 def check_settings(model: nn.Module, config: Config) -> None:
-    """Raises, before the first batch is known, for settings that ``build_plan`` would reject with any batch."""
+    """Raises ConfigError, PlanError or ScheduleError for settings that ``build_plan`` would reject with any batch."""
     assign_groups(model, config.optimizer)
     make_precision(config, model)
     _schedule(config)

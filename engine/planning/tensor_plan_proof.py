@@ -131,9 +131,9 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
 def wrong_outside_blocks(
     plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
 ) -> tuple[str, ...]:
-    """Returns the names of layers outside blocks with a wrong style, for a plan with a failing forward.
+    """Returns the names of the layers outside blocks that make the forward of ``plan`` fail.
 
-    Without these layers the forward succeeds; if there are no such layers, returns all layers outside blocks.
+    The forward succeeds if they stay unsharded; if there are no such layers, returns all layers outside blocks.
     ``failure``: function that runs a plan's forward and returns its error, or None.
     """
     styles, blocks = match_styles(model, plan.patterns), find_units(model).blocks

@@ -111,7 +111,9 @@ class SearchedProgram:
         return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
 
     def trace(self, length: int) -> "tuple[_Followed, str]":
-        """Returns (trace of the example cut to ``length`` tokens, ""), or (trace of the uncut example, the reason)."""
+        """Returns (trace of the example cut to ``length`` tokens, ""), or, if the model cannot run it, (trace of the
+        uncut example, the reason).
+        """
         few = self.program.rows.take_rows(self.example, 0, ROWS)
         found, refused = self._tried(few, length)
         if found is not None:
@@ -124,7 +126,9 @@ class SearchedProgram:
         return whole, note if refused else ""
 
     def material_of_shorter(self, followed: "_Followed", tp: int) -> tuple[Material | None, str]:
-        """Returns (arguments of all module calls at half the tokens of ``followed``, ""), or (None, the reason)."""
+        """Returns (arguments of all module calls at half the tokens of ``followed``, ""); without such a run, (None,
+        reason).
+        """
         lengths = [t.shape[1] for _, t in named_tensors(followed.example) if t.ndim >= 2 and not t.is_floating_point()]
         if not lengths:
             return None, ""
@@ -210,7 +214,9 @@ class DistinctUnits:
 
 
 def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
-    """Returns one module with submodules for each group of equal modules that the example's forward calls.
+    """Returns one module for each group of equal modules that the example's forward calls.
+
+    Leaves out modules without submodules.
 
     Raises:
         PlanError: the model cannot be traced.

@@ -99,7 +99,7 @@ def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) 
 
 
 def keep_in_fp32(model: nn.Module, names: Collection[str], compute: torch.dtype, patches: ForwardPatches) -> None:
-    """Makes modules compute in fp32 until ``patches`` are removed.
+    """Makes the modules ``names`` of ``model`` compute in fp32 until ``patches`` are removed.
 
     Inputs are cast from ``compute`` to fp32, and outputs back, except 0-dim outputs.
     """

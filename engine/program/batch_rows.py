@@ -22,7 +22,7 @@ Name = str | int
 class BatchRows:
     """Rule for splitting the tensors of a batch into microbatches along dim 0 (rows).
 
-    Tensors in ``whole`` and ``learnt`` are not split.
+    Tensors named in ``whole``, or at the paths ``learnt`` from an example, are not split.
     """
 
     whole: frozenset[Name] = frozenset()

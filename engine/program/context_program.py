@@ -66,13 +66,13 @@ class ContextProgram(Program):
         return running_rowwise(self.model, self.local)
 
     def on_shapes(self) -> AbstractContextManager[None]:
-        """Returns a context in which the axis "cp" traces shapes only and communicates nothing."""
+        """Returns a context in which operations over the axis "cp" compute shapes only, without communication."""
         return self._sequences.axis.dry_run()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the startup banner about attention methods, their balance, and functions that gather whole
-        sequences.
+        """Lines for the startup banner about attention methods, each rank's attention work, and functions that gather
+        whole sequences.
         """
         gathers = self._sequences.gathers
         attention = (*self._sequences.attention.notes, *self._on_balance())
@@ -108,17 +108,19 @@ class ContextProgram(Program):
             )
 
     def keeps_positions(self, trace: ModelTrace) -> bool:
-        """Returns True if all sharded tensors between modules of the traced forward have the batch's positions."""
+        """Returns True if all sharded tensors between modules of the traced forward are sharded at the same positions
+        as the batch.
+        """
         last = max((call.event for call in trace.calls), default=0)
         specs = [call.output.spec for call in trace.calls]
         specs += [glue.output.spec for glue in trace.glue if glue.event < last]
         return all(self._sequences.is_plain(sets) for spec in specs for sets in _sets_in(spec, self._sequences))
 
     def check_trace(self, trace: ModelTrace) -> None:
-        """Checks that pipeline stages know the positions of all tensors in the traced forward ``trace``.
+        """Checks that tensors between modules of the traced forward ``trace`` are sharded at the batch's positions.
 
         Raises:
-            EngineError: a tensor between modules has other positions than the batch.
+            EngineError: a tensor has other positions, and packed documents are divided by work (``plan.by_work``).
         """
         if self.plan.by_work and not self.keeps_positions(trace):
             raise EngineError(
@@ -194,7 +196,7 @@ def with_context(
 
     Args:
         asked: configured attention method.
-        plan: decisions from a trace of the model.
+        plan: results of a trace of the model, such as modules that get full sequences.
         staged: True if a forward runs one pipeline stage only.
         unit: each rank's number of positions is a multiple of this number.
     """

@@ -132,7 +132,7 @@ class Program:
         """Does nothing; :class:`ContextProgram` overrides it to check a traced forward."""
 
     def on_shapes(self) -> AbstractContextManager[None]:
-        """Returns a context without effect; in :class:`ContextProgram`, it traces shapes without communication."""
+        """Returns a context without effect; :class:`ContextProgram` overrides it for traces without communication."""
         return nullcontext()
 
     def on(self, device: torch.device) -> "Program":

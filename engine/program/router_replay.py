@@ -131,7 +131,7 @@ class RouterReplay:
         self._now, self._waiting = self._entry(batch), []
 
     def end_backward(self) -> None:
-        """Ends a backward; later recomputations belong to later forwards."""
+        """Forgets the forwards of an ended backward; later recomputed blocks use the choices of later forwards."""
         self._waiting = []
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:

@@ -104,7 +104,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def say_if_slow(what: str, rank: int, seconds: float = SLOW_SECONDS) -> Iterator[None]:
     """Returns a context manager that logs on rank 0 if its block takes longer than ``seconds``.
 
-    It logs at that moment, and again with the total seconds at the end. ``what``: name of the phase.
+    It logs at that moment, and again with the total seconds at the end. ``what``: name of the block in the log.
     """
     if rank:
         yield

@@ -49,13 +49,13 @@ class BodyKey:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Run of the site, rank and fragment; the store receives one body at a time for each such triple."""
+        """Run of the site, rank and fragment; the store receives one payload at a time for each such triple."""
         return self.life, self.rank, self.fragment
 
 
 @dataclass(frozen=True, slots=True)
 class BodyRange:
-    """Position of one request's range of bytes in a body."""
+    """Position of one request's range of bytes in a push payload or initial weights (body)."""
 
     offset: int
     total: int
@@ -68,7 +68,9 @@ class BodyRange:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Reply to a range of bytes: how many bytes have arrived, and the push's state, None until all have."""
+    """Reply to an uploaded range: the number of arrived bytes, and the push's state (None until all bytes have
+    arrived).
+    """
 
     arrived: int
     state: PushState | None
@@ -109,7 +111,7 @@ class FrameReader:
         """Appends the next bytes of the request.
 
         Raises:
-            StoreRefusedError: the JSON or the data is longer than its maximum.
+            StoreRefusedError: the request's JSON or its data is longer than allowed.
         """
         self._data += data
         if self._head < 0 and len(self._data) >= _LENGTH.size:
@@ -129,17 +131,17 @@ class FrameReader:
 
     @property
     def has_head(self) -> bool:
-        """True once all bytes of the JSON have arrived."""
+        """True once all bytes of the request's JSON have arrived."""
         return 0 <= self._head <= len(self._data) - _LENGTH.size
 
     @property
     def head(self) -> bytes:
-        """Bytes of the JSON."""
+        """Bytes of the request's JSON."""
         return bytes(self._data[_LENGTH.size : _LENGTH.size + self._head])
 
     @property
     def data(self) -> memoryview:
-        """View of the data that has arrived so far."""
+        """View of the bytes that have arrived after the request's JSON."""
         return memoryview(self._data)[_LENGTH.size + max(self._head, 0) :]
 
 
@@ -163,10 +165,11 @@ class Uploads:
     finished: dict[tuple[int, int, int], tuple[BodyKey, str, Arrived]] = field(default_factory=dict)
 
     def arrived(self, key: BodyKey, whole: str) -> Arrived:
-        """Returns how many bytes of the body ``key`` have arrived, and the state of its push once the body is complete.
+        """Returns how many bytes of the body ``key`` (payload of a push or initial weights) have arrived, and the
+        push's state once all have.
 
         Args:
-            whole: hash of the whole body; 0 bytes have arrived if the hash differs from the first range's.
+            whole: hash of the whole body; if it differs from the first range's, the result is 0 bytes.
         """
         last, upload = self.finished.get(key.place), self.under_way.get(key.place)
         if last is not None and last[:2] == (key, whole):
@@ -175,9 +178,10 @@ class Uploads:
         return Arrived(upload.arrived if upload is not None and is_known else 0, None)
 
     def add(self, key: BodyKey, part: BodyRange, data: memoryview, now: float) -> bytearray | None:
-        """Adds the range ``part`` with bytes ``data`` to the body ``key``; returns the body if complete, else None.
+        """Appends ``data``, range ``part``, to the body ``key`` (payload of a push or initial weights).
 
-        Ignores a range that does not begin at the end of the arrived bytes.
+        Returns the body if it is complete, else None. Ignores a range that does not begin at the end of the arrived
+        bytes.
 
         Args:
             now: time in seconds, from which ``expire`` counts.
@@ -215,21 +219,23 @@ class Uploads:
         return upload.data
 
     def finish(self, key: BodyKey, whole: str, result: Arrived) -> None:
-        """Replaces the complete body ``key`` by ``result``, the reply to repeated requests for this body."""
+        """Removes the complete payload ``key``, and stores ``result`` as the reply to repeated requests with its hash
+        ``whole``.
+        """
         self.drop(key)
         self.finished[key.place] = key, whole, result
 
     def drop(self, key: BodyKey) -> None:
-        """Removes the unfinished body with the life, rank and fragment of ``key``, if there is one."""
+        """Removes the incomplete upload with the site's run (life), rank and fragment of ``key``, if there is one."""
         self.under_way.pop(key.place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Removes bodies and replies of all runs of training sites, except the ones numbered in ``lives``."""
+        """Removes uploads and replies of all runs of training sites, except the runs numbered in ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
         self.finished = {place: one for place, one in self.finished.items() if place[0] in lives}
 
     def expire(self, now: float) -> None:
-        """Removes unfinished bodies of which no range has arrived in the ten minutes before ``now`` (seconds)."""
+        """Removes incomplete uploads of which no range has arrived in the ten minutes before ``now`` (seconds)."""
         for place in [place for place, one in self.under_way.items() if now - one.used > _IDLE_SECONDS]:
             del self.under_way[place]
 
@@ -249,10 +255,10 @@ class Downloads:
     under_way: dict[tuple[int, int, int], _Download] = field(default_factory=dict)
 
     def find(self, place: tuple[int, int, int], version: int, now: float) -> tuple[memoryview, str] | None:
-        """Returns bytes and hash of the body stored at ``place``; None if there is none of this ``version``.
+        """Returns bytes and hash of the merged weights stored at ``place``; None if there are none of this ``version``.
 
         Args:
-            place: (life, rank, fragment) of the body.
+            place: (number of the site's run, rank, fragment) of the weights.
             now: time in seconds, from which ``expire`` counts.
         """
         found = self.under_way.get(place)
@@ -262,24 +268,24 @@ class Downloads:
         return found.data, found.hash
 
     def keep(self, place: tuple[int, int, int], version: int, body: tuple[memoryview, str], now: float) -> None:
-        """Stores ``body``, its bytes and hash, for requests of its further ranges.
+        """Stores ``body``, (bytes, hash) of merged weights, for requests of further ranges of these bytes.
 
         Args:
-            place: (life, rank, fragment) of the body.
-            version: version of the fragment in the body.
+            place: (number of the site's run, rank, fragment) of the weights.
+            version: version of the weights.
             now: time in seconds, from which ``expire`` counts.
         """
         self.under_way[place] = _Download(version, *body, now)
 
     def drop(self, place: tuple[int, int, int]) -> None:
-        """Removes the body stored at ``place`` (life, rank, fragment)."""
+        """Removes the merged weights stored at ``place`` (number of the site's run, rank, fragment)."""
         self.under_way.pop(place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Removes bodies of all runs of training sites, except the ones numbered in ``lives``."""
+        """Removes the weights stored for all runs of training sites, except the runs numbered in ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
 
     def expire(self, now: float) -> None:
-        """Removes bodies of which no range was requested in the ten minutes before ``now`` (seconds)."""
+        """Removes merged weights of which no range was requested in the ten minutes before ``now`` (seconds)."""
         for place in [place for place, one in self.under_way.items() if now - one.used > _IDLE_SECONDS]:
             del self.under_way[place]

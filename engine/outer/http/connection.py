@@ -185,11 +185,11 @@ class StoreConnection:
     ) -> PushState:
         """Sends ``body`` to ``path`` range by range, and returns the state of the push.
 
-        Continues after interruptions.
+        After a failed request, asks the store for the number of arrived bytes, and continues there.
 
         Args:
-            head: function that returns the JSON before the bytes of a range, from the position of the range.
-            where: function that returns the request for the number of arrived bytes, from the hash of the body.
+            head: function from the position of a range to the JSON that precedes its bytes.
+            where: function from the hash of ``body`` to a request for the number of arrived bytes.
 
         Raises:
             StoreRefusedError: the store refuses the body, or the body has arrived damaged 4 times.
@@ -230,7 +230,7 @@ class StoreConnection:
             where: query of the request: "life", "rank", "fragment" and "version", each with its number.
 
         Raises:
-            StoreRefusedError: the store refuses the request, or the body has arrived damaged 4 times.
+            StoreRefusedError: the store refuses the request, or the weights have arrived damaged 4 times.
         """
         for _ in range(_DAMAGED_AT_MOST):
             data, first = bytearray(), cast(_Source | None, None)

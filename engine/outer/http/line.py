@@ -77,7 +77,7 @@ class HttpLink:
 
     @property
     def traffic(self) -> BodyTraffic:
-        """Bytes of bodies that this rank has sent and received, summed over the stores."""
+        """Bytes of weights and pushes that this rank has sent and received, summed over the stores."""
         each = [store.traffic for store in self._stores]
         return BodyTraffic(sum(t.sent for t in each), sum(t.received for t in each), sum(t.repeated for t in each))
 
@@ -94,8 +94,8 @@ class HttpLink:
     def join(self, request: JoinRequest) -> JoinReply:
         """Starts a new run (life) of the site on every store, and returns one combined reply.
 
-        It has the runs' packed numbers, and the lowest ``rows`` and ``clock`` of all stores. ``seeds`` is True if any
-        store asks this site for initial weights.
+        The reply has the runs' numbers packed into one integer, and the lowest ``rows`` and ``clock`` of all stores'
+        replies. ``seeds`` is True if any store asks this site for initial weights.
 
         Raises:
             GridError: a store does not answer within ``join_seconds``.
@@ -111,7 +111,7 @@ class HttpLink:
         )
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Registers ``layout``, the elements that this rank pushes and pulls, on every store."""
+        """Registers on every store ``layout``, the elements that this rank pushes and pulls in the run ``life``."""
         for number, store in enumerate(self._stores):
             call = wire.RegisterCall(self._life(life, number), rank, layout)
             store.ask(wire.REGISTER, call, wire.Done, self._join_seconds)
@@ -119,7 +119,8 @@ class HttpLink:
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
         """Sends this rank's initial weights of ``fragment``, fp32 as uint8 [bytes], to the fragment's store.
 
-        With several stores, does nothing if the store takes initial weights from another site.
+        ``life``: number of the site's run. With several stores, does nothing if the store takes initial weights from
+        another site.
         """
         number = self._number(fragment)
         own = self._life(life, number)
@@ -153,7 +154,7 @@ class HttpLink:
         return self._stores[number].send(wire.PUSH, head, where, body)
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version of ``fragment`` that its store offers to this site.
+        """Returns the newest version of ``fragment`` that its store offers to the site's run ``life``.
 
         Returns None if there is no offer, or if the store does not answer.
         """
@@ -171,6 +172,7 @@ class HttpLink:
         """Downloads this rank's elements of ``fragment``, fp32 [elements].
 
         Args:
+            life: number of the site's run.
             version: version of the fragment, from the last offer.
         """
         number = self._number(fragment)
@@ -181,7 +183,7 @@ class HttpLink:
         """Renews the site's lease on every store that answers. When a lease ends, the store counts the site as lost.
 
         Raises:
-            GridError: a store does not answer this request, or an earlier one.
+            GridError: a store does not answer this request, or another one that is being repeated.
         """
         silent: GridError | None = None
         for number, store in enumerate(self._stores):
@@ -220,7 +222,7 @@ class HttpLink:
 
 
 def joined_lives(lives: Sequence[int]) -> int:
-    """Packs one site's run numbers on all stores (lives) into one integer, 20 bits for each store.
+    """Packs ``lives``, the numbers of one site's run on all stores, into one integer, 20 bits for each store.
 
     Raises:
         StoreRefusedError: one of several stores has started 2^20 lives or more.

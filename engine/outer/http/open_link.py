@@ -23,7 +23,7 @@ def read_token(outer: OuterConfig) -> str:
 
 
 def read_secret(file: str | None, variable: str, key: str) -> str:
-    """Returns the stripped text of ``file``, or of the environment variable ``variable`` without a file.
+    """Returns the stripped text of ``file``; if it is None, returns the environment variable ``variable``, or "".
 
     Args:
         key: configuration key of ``file``, for the error.

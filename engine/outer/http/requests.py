@@ -59,7 +59,7 @@ class PushHead:
 
     @property
     def key(self) -> BodyKey:
-        """Identity of the body that the range belongs to."""
+        """Identity of the push payload that the range of bytes belongs to."""
         return BodyKey(self.meta.key.life, self.rank, self.meta.key.fragment, self.meta.key.seq)
 
 
@@ -74,7 +74,7 @@ class SeedHead:
 
     @property
     def key(self) -> BodyKey:
-        """Identity of the body that the range belongs to; its ``seq`` is -1."""
+        """Identity of the initial weights that the range of bytes belongs to; its ``seq`` is -1."""
         return BodyKey(self.life, self.rank, self.fragment, SEED_NUMBER)
 
 
@@ -94,7 +94,7 @@ class ArrivedCall:
 
     @property
     def key(self) -> BodyKey:
-        """Identity of the body; its ``seq`` is -1 for initial weights."""
+        """Identity of the push payload or initial weights; its ``seq`` is -1 for initial weights."""
         return BodyKey(self.life, self.rank, self.fragment, SEED_NUMBER if self.seq is None else self.seq)
 
 

@@ -79,7 +79,7 @@ class HostedLink(HttpLink):
     """Connection of a site to its only store, which runs in the site's own process until the site leaves.
 
     Raises:
-        LaunchError: the address cannot be served, or a store without a token would serve other hosts.
+        LaunchError: the store cannot listen at its address, or would serve other hosts without a token.
     """
 
     def __init__(self, config: Config, outer: OuterConfig, fragments: Sequence[Fragment]) -> None:

@@ -52,7 +52,7 @@ class FragmentUpdate(Protocol):
         """Returns new weights, fp32, one flat tensor for each parameter group; ``weights`` do not change.
 
         Args:
-            gradient: gradient of each element, in the same flat tensors as ``weights``.
+            gradient: gradient of each element, in flat tensors with the layout of ``weights``.
             rates: learning rate of each parameter group; empty: the initial rates.
         """
 

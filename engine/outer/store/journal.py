@@ -79,13 +79,13 @@ class Journal:
         self._files.sync_folder(folder)
 
     def cut(self, position: int) -> None:
-        """Shortens the file of events to at most ``position`` bytes."""
+        """Shortens the journal's file of events to at most ``position`` bytes."""
         if position < self.position:
             os.ftruncate(self._trace, position)
             self.position = position
 
     def write(self, event: Event, synced: bool = True) -> None:
-        """Appends an event to the file of events; with ``synced``, waits until it is on disk."""
+        """Appends an event to the journal's file of events; with ``synced``, waits until it is on disk."""
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         with named(self.folder / TRACE):
             self._files.write(self._trace, memoryview(line))
@@ -111,5 +111,5 @@ class Journal:
             self._files.unlink(self.folder / BODIES / name)
 
     def close(self) -> None:
-        """Closes the files and releases the lock of the folder."""
+        """Closes the journal's files, and unlocks its folder for other processes."""
         self._open.close()

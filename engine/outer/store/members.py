@@ -81,8 +81,9 @@ class Members:
         return len({life.site for life in self.lives.values()})
 
     def minimum_clock(self, fragment: int, apart: Life | None = None) -> int | None:
-        """Returns the fewest merged pushes (clock) of all live sites in ``fragment``, without the run ``apart``; None
-        if there is no site.
+        """Returns the lowest clock (number of merged pushes) of a live site in ``fragment``; None if there is no site.
+
+        Leaves out the run ``apart``.
         """
         clocks = (life.progress[fragment].clock for life in self.live() if life is not apart)
         return min(clocks, default=None)

@@ -24,7 +24,7 @@ Flats = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class FlatPlace:
-    """Position of one tensor, elements ``start`` to ``stop``, in the flat tensor of its parameter group."""
+    """Position of one tensor in the flat tensor of its parameter group: elements ``start`` to ``stop``."""
 
     shape: tuple[int, ...]
     group: int
@@ -34,7 +34,7 @@ class FlatPlace:
 
 @dataclass(frozen=True, slots=True)
 class FlatTensors:
-    """Positions of a fragment's tensors in flat tensors, one for each parameter group, in the order of the model."""
+    """Positions of a fragment's tensors, concatenated in model order into one flat tensor for each parameter group."""
 
     places: Mapping[str, FlatPlace]
     sizes: tuple[int, ...]
@@ -42,7 +42,7 @@ class FlatTensors:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], int]], groups: int) -> "FlatTensors":
-        """Returns positions for ``tensors``, in their order.
+        """Returns positions of ``tensors``, concatenated in this order, one flat tensor per parameter group.
 
         Args:
             tensors: (name, shape, number of the parameter group) of each tensor.

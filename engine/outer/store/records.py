@@ -51,7 +51,7 @@ def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
 def check_model(site: int, model: Event, known: Event) -> None:
     """Refuses training site number ``site`` if its model differs from the first site's.
 
-    Compares tensors, parameter groups, and frozen values with equal dtypes.
+    Compares tensors and parameter groups; compares frozen values only if their dtypes are equal.
 
     Args:
         model: model of this site, a result of ``model_record``.
@@ -105,7 +105,7 @@ def model_record(request: JoinRequest) -> dict[str, Any]:
 
 
 def push_record(meta: PushMeta, rank: int, share: PushShare, body_hash: str, finite: bool) -> dict[str, Any]:
-    """Returns the journal's "push" event for the part of a push that one rank has sent.
+    """Returns a "push" event for the store's journal: one rank's part of a push.
 
     Args:
         meta: description of the push.
@@ -122,7 +122,7 @@ def push_record(meta: PushMeta, rank: int, share: PushShare, body_hash: str, fin
 
 
 def read_meta(event: Event) -> PushMeta:
-    """Returns the description of a push from the journal's "push" event."""
+    """Returns the description of a push from a "push" event of the store's journal."""
     return PushMeta(
         key=read_key(event), base=event["base"], steps=event["steps"], tokens=event["tokens"], rows=event["rows"],
         step=event["step"], rates=tuple(event["rates"]), taken=tuple((at, version) for at, version in event["taken"]),
@@ -130,18 +130,20 @@ def read_meta(event: Event) -> PushMeta:
 
 
 def read_key(event: Event) -> PushKey:
-    """Returns the identity of a push from the journal's "push" event."""
+    """Returns the identity of a push from a "push" event of the store's journal."""
     return PushKey(event["life"], event["fragment"], event["seq"])
 
 
 def layout_record(life: int, rank: int, layout: RankLayout) -> dict[str, Any]:
-    """Returns the journal's "layout" event with the elements that one rank pushes and pulls."""
+    """Returns a "layout" event for the store's journal: the elements that one rank pushes and pulls in the run
+    ``life``.
+    """
     pushed, pulled = _pieces(layout.pushed), _pieces(layout.pulled)
     return {"kind": "layout", "life": life, "rank": rank, "pushed": pushed, "pulled": pulled}
 
 
 def read_layout(event: Event, shapes: Shapes) -> RankLayout:
-    """Returns the elements that one rank pushes and pulls, from the journal's "layout" event.
+    """Returns the elements that one rank pushes and pulls, from a "layout" event of the store's journal.
 
     Args:
         shapes: shape of each trainable tensor by name.

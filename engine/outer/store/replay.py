@@ -18,7 +18,7 @@ _MAY_CHANGE = ("lease", "grace", "sites", "least", "staleness")
 
 
 def body_name(event: Event) -> str | None:
-    """Returns the file name of the bytes for a "seed" or "push" event; None for other events."""
+    """Returns the name of the file with the bytes of a journal's "seed" or "push" event; None for other events."""
     match event["kind"]:
         case "seed":
             return seed_name(event["life"], event["fragment"], event["rank"])
@@ -101,7 +101,7 @@ def recover(journal: Journal, state: StoreState, settings: Mapping[str, Any]) ->
         settings: settings that all sites and the store share, as JSON values.
 
     Raises:
-        CheckpointError: the folder is damaged, or a store with other ``settings`` has written it.
+        CheckpointError: the journal is damaged, or a store with other ``settings`` has written it.
     """
     first = next((event for _, event in read_events(journal.folder)), None)
     if first is not None:

@@ -40,7 +40,7 @@ class SharedWeights:
     Implements :class:`StoreLink` for one rank.
 
     Raises:
-        ConfigError: the configuration names no folder.
+        ConfigError: ``outer.folder``, for the memory-mapped file, is not set.
     """
 
     outage = ""
@@ -59,10 +59,10 @@ class SharedWeights:
         self._moved = [0, 0]
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Registers a new run of a site. The reply has ``seeds`` = True for the first site, which sends initial
-        weights.
+        """Registers a new run of a site by a file in ``outer.folder``; the reply has its number.
 
-        The first site also writes the names and shapes of the tensors to the folder.
+        The first call for a folder also writes the model's tensor names and shapes there; its reply has ``seeds`` =
+        True, and its site sends initial weights.
         """
         told = json.dumps({"tensors": request.tensors, "ranks": request.ranks})
         path, life = self._folder / "tensors", 0
@@ -80,7 +80,8 @@ class SharedWeights:
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
         """Maps the shared weights into memory, and registers the elements that this rank pushes and pulls.
 
-        Waits until the first site has described the model in the folder.
+        Waits until the first site has written the model's tensor names and shapes to ``outer.folder``. Ignores
+        ``life``.
 
         Raises:
             StoreRefusedError: the first site has another model.
@@ -101,7 +102,9 @@ class SharedWeights:
         self._values = torch.from_file(path, shared=True, size=size, dtype=torch.float32)
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Writes this rank's initial weights of ``fragment``, fp32 as uint8 [bytes], to the shared weights."""
+        """Writes this rank's initial weights, fp32 as uint8 [bytes], to the shared weights; ignores ``life`` and
+        ``fragment``.
+        """
         for shared, own in self._pushed(body.view(torch.float32)):
             shared.copy_(own)
         (self._folder / f"seeded-{rank}").touch()
@@ -118,13 +121,18 @@ class SharedWeights:
         return PushState.MERGED
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns an offer of the current weights; None before the first site has written its initial weights."""
+        """Returns an offer of the current weights; None before the first site has written its initial weights.
+
+        Ignores ``life`` and ``fragment``.
+        """
         if not all((self._folder / f"seeded-{rank}").exists() for rank in range(self._seeders)):
             return None
         return Offer(version=self._merged + 1, merged=self._merged, members=1)
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns a copy of the current values of the elements that this rank updates, fp32 [elements]."""
+        """Returns a copy of the current values of the elements that this rank pulls, fp32 [elements]; ignores the
+        arguments.
+        """
         assert self._values is not None, "this rank has registered its pieces"
         found = self._tensors.cut((self._values,), self._layout)
         self._moved[1] += found.nbytes

@@ -29,7 +29,10 @@ _LARGEST = 1 << 46
 
 
 def write_snapshot(folder: Path, state: StoreState, position: int) -> None:
-    """Writes ``state``, with the first ``position`` bytes of the journal, as a snapshot; removes earlier snapshots."""
+    """Writes to ``folder`` a snapshot of ``state``, the result of the journal's first ``position`` bytes.
+
+    Removes earlier snapshots.
+    """
     files, tensors = Files(), _tensors(state)
     path = folder / f"{_PREFIX}{position:012d}"
     new = path.with_name(path.name + NEW)

@@ -95,7 +95,7 @@ class FragmentState:
 class StoreState:
     """All state of one store: runs of training sites, and versions and pushes of its fragments.
 
-    The journal's events change it through ``apply``.
+    Events of the store's journal change it through ``apply``.
 
     Args:
         settings: settings that all sites and the store share, as JSON values.
@@ -135,7 +135,7 @@ class StoreState:
         return tuple((found | {each.index: each.version for each in self.fragments.values()}).values())
 
     def apply(self, event: Event, bodies: Bodies) -> None:
-        """Applies one event of the journal; ``bodies`` returns a stored file's bytes by name."""
+        """Applies one event of the store's journal to this state; ``bodies`` returns a stored file's bytes by name."""
         match event["kind"]:
             case "join":
                 self._join(event)

@@ -100,7 +100,7 @@ class Store:
                 raise
 
     def close(self) -> None:
-        """Closes the journal, so that another store may use the folder."""
+        """Closes the store's journal, so that another store may use its folder."""
         with self._lock:
             self._closed = True
             if self._journal is not None:
@@ -128,7 +128,7 @@ class Store:
             return JoinReply(number, state.rows_of(request.site), clock, seeds)
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
-        """Registers the elements that ``rank`` pushes and pulls, before every push and pull of this run.
+        """Registers the elements that ``rank`` pushes and pulls in the run ``life``; call it before any push and pull.
 
         Raises:
             StoreRefusedError: ``layout`` does not fit the model or the site's other layouts.
@@ -171,7 +171,7 @@ class Store:
             self._advance()
 
     def status(self) -> StoreStatus:
-        """Returns the state of the store; version -1 marks a fragment without initial weights here."""
+        """Returns the state of the store; version -1 marks a fragment without initial weights on this store."""
         with self._request():
             state, live = self._state, list(self._state.members.live())
             clocks = {life.site: min((life.progress[i].clock for i in state.fragments), default=0) for life in live}
@@ -190,6 +190,8 @@ class Store:
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
         """Stores ``rank``'s initial weights of ``fragment``, fp32 as uint8 [bytes], unless the store has them already.
+
+        ``life``: number of the site's run.
 
         Raises:
             StoreRefusedError: another run is to send them, their size is wrong, or a value is not finite.
@@ -241,7 +243,9 @@ class Store:
             return PushState.COMPLETE if complete else PushState.PARTIAL
 
     def body_bytes(self, life: int, rank: int, fragment: int, initial: bool) -> int:
-        """Returns the size of ``rank``'s push of ``fragment`` in bytes, or with ``initial`` of its initial weights."""
+        """Returns the size in bytes of ``rank``'s push of ``fragment`` in the run ``life``; with ``initial``, of its
+        initial weights.
+        """
         with self._request():
             layout, tensors = self._layout(self._find(life), rank), self._fragment(fragment).tensors
             return tensors.seed_bytes(layout) if initial else tensors.message_bytes(layout, self._state.codec)
@@ -249,8 +253,8 @@ class Store:
     # ------------------------------------------------------------------ versions
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns the newest version of ``fragment`` that this site may download with ``pull``; None if there is none
-        now.
+        """Returns the newest version of ``fragment`` that the site's run ``life`` may download with ``pull``; None if
+        there is none now.
         """
         with self._request():
             found, part = self._find(life), self._fragment(fragment)
@@ -262,7 +266,9 @@ class Store:
             return self._state.offer_of(found, part, part.version)
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns ``rank``'s elements of ``fragment``, fp32 [elements], in the ``version`` of the last offer."""
+        """Returns ``rank``'s elements of ``fragment``, fp32 [elements], in the ``version`` last offered to the site's
+        run ``life``.
+        """
         with self._request():
             found, part = self._find(life), self._fragment(fragment)
             layout, own = self._layout(found, rank), found.progress[fragment]

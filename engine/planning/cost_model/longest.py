@@ -109,7 +109,7 @@ def longest_runs(
     """Returns the longest row that fits in memory for each layout, the longest first.
 
     ``memory_bytes``: memory of a GPU. ``sample``: function that counts a block's bytes in a run on shapes; None:
-    formulas only. With ``sample``, counted layouts come before the others. It runs for at most four kinds of blocks.
+    formulas only. With ``sample``, layouts estimated with it come first; it runs for at most four kinds of blocks.
     """
     limit, curves = USABLE * memory_bytes, dict[Hashable, "_BlockCurves"]()
     runs = sorted((_longest(work, layout, limit, None) for layout in layouts), key=_order)

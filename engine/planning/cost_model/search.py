@@ -89,7 +89,9 @@ def _runs(pp: int, microbatches: int, kind: str, virtual: int, blocks: int) -> b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """Result of a layout search: estimates of the layouts that fit in memory, and the numbers of tries."""
+    """Result of a layout search: estimates of the layouts that fit in memory, and the numbers of tried layouts and
+    grids.
+    """
 
     tried: int
     grids: int
@@ -145,7 +147,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[object, object]]:
     """Returns the settings that differ between two layouts: name -> (value in ``before``, value in ``after``).
 
-    Leaves out a number of microbatches that follows from the number of data ranks.
+    Leaves out the number of microbatches if the number of data ranks differs, but not the microbatch size.
     """
     found: dict[str, tuple[object, object]] = {}
     for name, members in SETTINGS.items():

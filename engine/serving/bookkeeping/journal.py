@@ -101,11 +101,11 @@ class CommandJournal:
         return stored
 
     def forget(self, identities: Iterable[str]) -> None:
-        """Marks records as removable at the next rewrite of the file."""
+        """Marks records as removable at the next rewrite of the journal's file."""
         self._waiting.put(([JournalRecord(one, _FORGET) for one in identities], pending()))
 
     def close(self) -> None:
-        """Writes the waiting records, and closes the journal."""
+        """Writes the queued records, and closes the journal."""
         if self._thread.is_alive():
             self._waiting.put(None)
             self._thread.join()

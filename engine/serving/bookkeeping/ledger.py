@@ -250,7 +250,7 @@ class Ledger:
             return entry
 
     def watch(self, entry: FutureEntry, listener: Callable[[], None]) -> bool:
-        """Registers ``listener`` for the end of ``entry`` and returns True; after the end, only returns False."""
+        """Registers ``listener`` for the end of command ``entry``; after that end, returns False instead of True."""
         with self._lock:
             if entry.state in (EntryState.DONE, EntryState.FORGOTTEN):
                 return False
@@ -302,7 +302,7 @@ class Ledger:
             return True
 
     def tick(self) -> None:
-        """Ends commands, sessions without heartbeats, and retained forwards that have exceeded their time limits."""
+        """Ends waiting commands, sessions without heartbeats, and forwards without backward, each at its time limit."""
         now = self.clock()
         with self._lock:
             self._drop_retained(self.retained.late(now))
@@ -339,7 +339,7 @@ class Ledger:
     # ---------------------------------------------------------------- results, in the main thread
 
     def finish(self, entry: FutureEntry, result: Result, retained: int = 0) -> None:
-        """Stores the result of a command; ``retained``: most bytes of retained forwards on one rank."""
+        """Stores the result of a command; ``retained``: most bytes on one rank of graphs that wait for a backward."""
         records = self.on_finish(entry, result)
         if records:
             try:
@@ -396,7 +396,7 @@ class Ledger:
         return is_boundary and is_due and self.journal is not None and not self.is_replaying
 
     def run_internal(self, route: str, command: Command, line: str | None = None) -> None:
-        """Queues a command of the service itself before all others; ``line``: id of its model."""
+        """Queues a command of the service itself before all others; ``route``: its kind; ``line``: id of its model."""
         self._internal += 1
         self.queue.put(FutureEntry(f"{route}/{self._internal}", INTERNAL, command, line, route=route))
 
@@ -495,6 +495,6 @@ class Ledger:
             return any(line.would_load(name) for line in self.lines.values())
 
     def note(self, kind: str, name: str, values: Mapping[str, Any]) -> JournalRecord:
-        """Stores JSON values for the HTTP routes under ``kind`` and ``name``; returns their record for the journal."""
+        """Stores JSON ``values`` for the HTTP routes in ``notes[kind][name]``; returns their record for the journal."""
         self.notes.setdefault(kind, {})[name] = values
         return JournalRecord(f"note/{kind}/{name}", values)

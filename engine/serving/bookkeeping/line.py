@@ -77,11 +77,13 @@ class ModelLine:
 
     @property
     def is_clean(self) -> bool:
-        """True if the model has no accumulated gradient and no retained forward; a snapshot would lose both."""
+        """True if the model has no accumulated gradient and no forward that waits for its backward; a snapshot would
+        lose both.
+        """
         return not self.has_gradient and not self.tickets
 
     def advance(self, entry: FutureEntry, result: Result) -> None:
-        """Updates this model's state after a command has ended.
+        """Records an ended command's number, accumulated gradients, and forwards that wait for a backward.
 
         Args:
             result: result of the command.

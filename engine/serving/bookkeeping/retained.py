@@ -37,7 +37,7 @@ class RetainedForwards:
     """List of the retained forwards of all models: autograd graphs that wait for a client's backward.
 
     Args:
-        most_bytes: limit of bytes of retained graphs, and of earlier weights for them, on one rank.
+        most_bytes: limit of bytes, on one rank, of retained graphs and of the earlier weights that they belong to.
         seconds: longest time for which a forward is retained.
     """
 
@@ -68,7 +68,10 @@ class RetainedForwards:
             own.backward = entry
 
     def record(self, command: Command | None, result: Result, now: float) -> None:
-        """Adds or removes forwards after ``command`` has ended with ``result`` at time ``now`` (seconds)."""
+        """Adds the forward that ``command`` retained, or removes forwards that it used or dropped.
+
+        ``command`` has ended with ``result`` at time ``now`` (seconds).
+        """
         match command:
             case ForwardTensors(model=model, ticket=ticket) if ticket and not isinstance(result, Failure):
                 self._waiting[ticket] = _Waiting(model, now)
@@ -79,9 +82,10 @@ class RetainedForwards:
                     del self._waiting[ticket]
 
     def above(self, size: int) -> Iterator[DropTicket]:
-        """Yields a command that drops the oldest retained forward if ``size`` exceeds the limit of bytes.
+        """Yields one command that drops the oldest retained forward without an accepted backward, if ``size`` exceeds
+        the limit of bytes.
 
-        Drops only forwards without an accepted backward, one at a time.
+        Yields none while an earlier drop has not run.
 
         Args:
             size: bytes that retained forwards take on the rank with most of them.
