@@ -71,8 +71,8 @@ def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
 def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> str | None:
     """Returns None if ``experts`` ranks can divide the experts of a layer; otherwise the end of an error text.
 
-    ``experts`` must divide the ``dp`` data x ``cp`` context ranks, and fit shard groups of ``shard_size`` data ranks
-    (None: all).
+    ``experts`` must divide the ``dp`` data x ``cp`` context ranks, and be a divisor or multiple of a shard group's
+    ranks (``shard_size`` data ranks; None: all).
     """
     if experts == 1:
         return None

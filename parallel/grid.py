@@ -455,10 +455,10 @@ def saved_grid(sizes: Mapping[str, Any]) -> Grid:
 
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
-    """Maps each axis with several ranks to the axis with its process group, in the order of opening.
+    """Maps each axis with several ranks to the axis with its process group, in the order of creation of the groups.
 
     An axis of all ranks uses the group "world". Axes with the same ranks share a group; axes along which parameters are
-    equal get their own, for concurrent gradients.
+    equal get their own, so that their gradient collectives run concurrently.
     """
     lenders = ("world", *(axis.name for axis in AXES if not axis.copies))
     expert_axes = ("ep", *dict.fromkeys(grid.expert_spread[:5])) if grid.experts > 1 else ()

@@ -142,8 +142,8 @@ class ShardRow:
         return QuantizedShape(format=self.quantized, shape=self.local_shape(holder), runs=runs)
 
     def counted(self, holder: ShardHolder) -> bool:
-        """Returns True if global norms, such as the gradient norm, include the shard on the rank ``holder``, except
-        :meth:`copies`.
+        """Returns True if global norms, such as the gradient norm, include the shard on the rank ``holder`` (without
+        the ranges of :meth:`copies`).
 
         Each element is counted on one of the pipeline and tensor ranks that store it.
         """
@@ -153,7 +153,8 @@ class ShardRow:
         """Returns the ranges [start, stop) of the flattened shard on the rank ``holder`` that another rank counts in
         global norms.
 
-        An example is a fused QKV weight with a shared key. Empty if ``holder`` counts no part of its shard.
+        An example is a fused QKV weight with key heads that several tensor ranks store. Empty if ``holder`` counts no
+        part of its shard.
         """
         own = [(each.stop - each.start, each.holders[0] == holder.tp) for each in self.tensor_ranges(holder)]
         if self.dim is None or not any(first for _, first in own):
@@ -202,8 +203,8 @@ class Cutting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Input for :func:`build_table`: shardings of parameters by their first names. By default all are replicated on the
-    first pipeline stage.
+    """Input for :func:`build_table`: shardings of parameters by name (the first name of a tied parameter). By default
+    all are replicated on the first pipeline stage.
     """
 
     tp: int = 1

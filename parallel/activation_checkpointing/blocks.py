@@ -55,13 +55,13 @@ class CheckpointPolicy(Protocol):
     def every(self) -> int | None:
         """Interval n in modes ``selective`` and ``offload``.
 
-        ``selective`` recomputes every n-th block in full; None: every block in part. ``offload`` offloads every n-th
-        block; None: all blocks.
+        ``selective`` recomputes only every n-th block, in full; None: every block, in part. ``offload`` offloads every
+        n-th block; None: all blocks.
         """
 
     @property
     def others(self) -> str:
-        """Mode for the blocks that mode ``offload`` leaves on the device, such as ``none`` or ``full``."""
+        """Mode for the blocks with activations that ``offload`` leaves on the device, such as ``none`` or ``full``."""
 
     @property
     def inputs(self) -> str:
@@ -132,8 +132,8 @@ def recompute_blocks(
     device: torch.device = CPU,
     again: Again | None = None,
 ) -> HostActivations:
-    """Patches the blocks that ``settings`` selects so that they are recomputed or offloaded. Does nothing if Hugging
-    Face's own gradient checkpointing is on.
+    """Patches the blocks that ``settings`` selects: backward recomputes them, or their activations are offloaded. Does
+    nothing if Hugging Face's own gradient checkpointing is on.
 
     Returns the store of offloaded activations.
 
@@ -170,7 +170,8 @@ def recomputed_in_part(
     """Returns a forward of ``block`` that saves only the tensors selected by ``selective``; backward recomputes all
     others.
 
-    Each call appends its records of saved tensors to the list ``started``. ``again``: as in :func:`recompute_blocks`.
+    Each call appends its records of saved tensors to the list ``started``. ``again``: returns, in each forward, a
+    context manager factory for its recomputation.
     """
     inner, state = block.forward, BlockState(block)
 
@@ -281,7 +282,7 @@ def _maker(value: Any) -> Callable[[Any], Any]:
 
 
 def as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:
-    """Returns a wrapper of ``inner`` for one forward of a block and its recomputations: the first call is the forward.
+    """Returns a wrapper of ``inner``, a block's forward: its first call is the forward, later calls are recomputations.
 
     Recomputations run under the torch function modes of the first call. ``again`` is called once; it returns a context
     manager factory for the recomputations.

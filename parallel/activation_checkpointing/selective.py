@@ -117,13 +117,15 @@ class SavedActivations:
         return output
 
     def saved(self) -> None:
-        """Makes all entries so far permanent. It is called whenever autograd has saved a tensor for backward."""
+        """Makes :meth:`finish` retain all tensors added so far. Called whenever autograd has saved a tensor for
+        backward.
+        """
         self._latest.clear()
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
         """Completes the record at the end of a forward that returns ``outputs``.
 
-        Drops the entries since the last call of :meth:`saved`, and replaces saved tensors that share memory with
+        Drops the tensors added since the last call of :meth:`saved`, and replaces saved tensors that share memory with
         ``outputs`` by copies.
         """
         for entries in self._latest:

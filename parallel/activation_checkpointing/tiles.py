@@ -31,7 +31,7 @@ _MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """Modules that run tile by tile, on a few positions at a time, with the tile size in tokens."""
+    """Plan to run ``modules`` tile by tile, on a few positions at a time. ``tokens``: size of a tile."""
 
     tokens: int
     modules: tuple[RowwiseModule, ...]

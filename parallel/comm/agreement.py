@@ -83,8 +83,8 @@ def take_from(data: Tensor, first: bool, comm: Comm, axis: Axis, label: str) -> 
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, patience: float | None = None) -> bytes:
     """Calls ``make()`` on rank 0 and returns its result on every rank.
 
-    Communicates by all-reduces of tensors on ``device`` over the world. ``make`` may run longer than the timeout of a
-    collective if ranks exchange keep-alive messages every ``patience`` seconds.
+    Communicates by all-reduces of tensors on ``device`` over the world. Ranks all-reduce a keep-alive message every
+    ``patience`` seconds, so that ``make`` may run longer than the timeout of a collective; None: no messages.
 
     Raises:
         EngineError: ``make`` has failed. Rank 0 re-raises its error; if it is an EngineError, the other ranks raise the

@@ -46,7 +46,8 @@ def state_link(source: int, target: int) -> Link:
 def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
     """Divides ``links`` into rounds such that no rank is in two links of the same round.
 
-    The process groups of one round can be created at once. Links of the flow "state" need no group and are omitted.
+    The process groups of one round can be created at once. Links for training state (flow "state") need no group and
+    are omitted.
     """
     rounds: list[list[Link]] = []
     ends: list[set[int]] = []
@@ -120,7 +121,8 @@ class Backend(Protocol):
         """
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data``, of equal length on all ranks, between the hosts of ``within`` consecutive data ranks.
+        """All-gathers ``data`` (equal length on all ranks) between the host memories of ``within`` consecutive data
+        ranks.
 
         Returns the bytes of each rank, in order of index. No device synchronizes.
         """

@@ -135,7 +135,7 @@ def _named_failure(
 
 
 class Comm:
-    """Collectives over the axes of a grid, counted and recorded by the name ``label``.
+    """Collectives over the axes of a grid. Each call is counted and recorded under its ``label``.
 
     ``tally`` counts calls and sent bytes by axis and label; ``records`` has the most recent calls. An axis of one rank
     sends and counts nothing.
@@ -180,7 +180,7 @@ class Comm:
         return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis, op))
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
-        """Starts to sum ``tensor`` in place over indices ``stages`` of axis pp, after :meth:`connect` for them."""
+        """Starts to sum ``tensor`` in place over ``stages``, indices of axis pp; needs ``connect(stages)`` before."""
         call = partial(self._backend.sum_over_stages, tensor, stages)
         name = f"pp stages {','.join(map(str, stages))}"
         route = _Route(len(stages), Stream(EventKind.COLLECTIVE, "pp", name))
@@ -188,7 +188,7 @@ class Comm:
 
     @contextmanager
     def within(self, step: int) -> Iterator[None]:
-        """Records the block as an engine call after ``step`` completed steps, in this rank's log of communication."""
+        """Returns a context, shown in this rank's communication log as an engine call after ``step`` steps."""
         if self.recorder is None:
             yield
             return
@@ -200,7 +200,7 @@ class Comm:
 
     @contextmanager
     def noted(self, call: str) -> Iterator[None]:
-        """Records the block as ``call``, a call that every rank makes, in this rank's log of communication."""
+        """Returns a context, shown in this rank's communication log as ``call``, a call that every rank makes."""
         if self.recorder is None:
             yield
             return
@@ -244,7 +244,7 @@ class Comm:
         self._backend.link(links)
 
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Starts to send ``tensor`` over ``link``; ``tensor`` must not change before the wait.
+        """Starts to send ``tensor`` over ``link``; ``tensor`` must not change before the returned handle's wait ends.
 
         ``label``: name of the message in counts and errors, by default the link's flow, such as "forward".
         """
@@ -269,7 +269,8 @@ class Comm:
     def open_symmetric(self, axis: Axis, sizes: SlotSizes, seconds: float) -> SymmetricBuffer | None:
         """Opens memory that kernels of all ranks of ``axis`` can write; returns None if unsupported.
 
-        Every rank calls it. ``sizes``: capacity for one call. ``seconds``: timeout of a kernel's wait for data.
+        Every rank calls it. ``sizes``: capacity of the memory for one kernel call. ``seconds``: timeout of a kernel's
+        wait for data.
         """
         if (known := self._symmetric.get((axis, sizes))) is not None:  # of the engine that lends its groups
             return known
@@ -298,7 +299,8 @@ class Comm:
         """Raises if a communicating kernel has timed out; on a GPU, call it after the end of the step.
 
         Raises:
-            EngineError: a kernel timed out; the message names the call, the sending rank and the missing tile.
+            EngineError: a kernel timed out; the message names the call, the sending rank and the missing tile of its
+                data.
         """
         try:
             for buffer in self._symmetric.values():
@@ -347,7 +349,7 @@ class Comm:
         return self._launch(work, axis, label, call, self._axis_route(axis))
 
     def filled(self, pending: Pending) -> Pending:
-        """Lets the wait of ``pending`` first compute a part of another microbatch, if possible; returns ``pending``."""
+        """Returns ``pending``; its wait first calls ``fill_wait``, if set, to compute a part of another microbatch."""
         return pending if self.fill_wait is None else pending.beside(self._use_wait)
 
     def _use_wait(self) -> None:
@@ -390,7 +392,7 @@ class Comm:
         return _Route(ranks, Stream(EventKind.COLLECTIVE, self.grid.sharding, name))
 
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
-        """All-gathers the bytes ``said``, of equal length on all ranks, among the hosts of a ZeRO shard group.
+        """All-gathers the bytes ``said`` (equal length on all ranks) between the host memories of a ZeRO shard group.
 
         Returns the bytes of each rank, by index. No device synchronizes.
         """
@@ -407,9 +409,9 @@ class Comm:
         return answers
 
     def close(self) -> None:
-        """Ends the communication of this engine; the default process group and borrowed groups remain.
+        """Ends this engine's communication; the default process group and groups borrowed from another engine remain.
 
-        After a failed call it also drops unfinished calls, so that with gloo waiting ranks fail at once.
+        After a failed call it also drops unfinished calls; with gloo, ranks that wait for them then fail at once.
         """
         self._closed = True
         if self.borrows:

@@ -43,7 +43,8 @@ Exchange = Callable[[Tensor, Tensor], Pending]
 
 
 def sum_messages(given_Rm: Tensor, out_s: Tensor, codec: Codec, exchange: Exchange) -> Pending:
-    """Starts an all-to-all by ``exchange``: row r of ``given_Rm`` [ranks, bytes] goes to rank r.
+    """Calls ``exchange(received, given_Rm)``, which starts an all-to-all: row r of ``given_Rm`` [ranks, bytes] goes to
+    rank r.
 
     After the returned handle's wait, ``out_s`` is the sum of the received rows, decoded by ``codec``.
     """

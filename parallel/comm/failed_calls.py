@@ -46,7 +46,7 @@ class FailedCalls:
     """Vote of all ranks after a failed call: the engine continues only if all ranks failed at the same point.
 
     Args:
-        store: store of the job, with a prefix of this engine; None: a single process.
+        store: key-value store of the job, with this engine's prefix of keys; None: a single process.
         leave: callback that ends this rank's communication if the vote ends the engine.
     """
 
@@ -65,7 +65,8 @@ class FailedCalls:
         return self._verdict != ""
 
     def note(self, call: str, error: BaseException, place: str | None) -> None:
-        """Records that ``call`` has failed on this rank with ``error``, and starts the vote in a thread.
+        """Records that ``call`` has failed on this rank with ``error``, and starts, in a thread, a vote of all ranks:
+        the engine continues or ends.
 
         ``place``: text for the point of failure, equal on ranks that failed at the same point. None: no other rank can
         have failed there.
@@ -85,7 +86,7 @@ class FailedCalls:
         threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
 
     def refuse(self, call: str) -> None:
-        """Waits for the result of a running vote; raises if the engine has ended.
+        """Waits for a running vote of all ranks after a failed call. ``call`` has no effect.
 
         Raises:
             EngineError: the engine has ended; the same message on every rank.
@@ -96,7 +97,8 @@ class FailedCalls:
             raise EngineError(self._verdict)
 
     def sentence(self, error: BaseException) -> EngineError | None:
-        """Waits a few seconds for the vote, then returns an EngineError that names the rank that failed first.
+        """Waits a few seconds for the vote of all ranks, then returns an EngineError that names the rank that failed
+        first.
 
         Returns None unless ``error`` reports lost ranks and the vote has ended the engine.
         """

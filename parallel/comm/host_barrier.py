@@ -36,7 +36,7 @@ _SETUP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLinks:
-    """Sockets and eventfds to the other ranks of an axis, each as a dict by index of the other rank."""
+    """Connections to the other ranks of an axis: dicts of sockets and of eventfds, by index of the other rank."""
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     """Connected Unix sockets; the system closes them when a rank ends."""
@@ -125,12 +125,12 @@ class HostBarrier:
 
 
 def told_ranks(index: int, size: int) -> list[int]:
-    """Returns the index that rank ``index`` signals in each round of a barrier of ``size`` ranks."""
+    """Returns, for each round of a barrier of ``size`` ranks, the index that rank ``index`` signals."""
     return [(index + distance) % size for distance in _distances(size)]
 
 
 def heard_ranks(index: int, size: int) -> list[int]:
-    """Returns the index that rank ``index`` waits for in each round of a barrier of ``size`` ranks."""
+    """Returns, for each round of a barrier of ``size`` ranks, the index that rank ``index`` waits for."""
     return [(index - distance) % size for distance in _distances(size)]
 
 

@@ -109,7 +109,7 @@ class Rendezvous:
         Returns the first setting with different values, or None; the result is equal on all ranks.
 
         Raises:
-            GridError: ranks did not come within ``seconds``; the message names them.
+            GridError: ranks did not come within the attribute ``seconds``; the message names them.
         """
         text = json.dumps(dict(given))
         word = f"{secrets.token_hex(8)} {sha256(text.encode()).hexdigest()}"
@@ -244,7 +244,7 @@ class FailureReports:
     """Reports about failed collectives in the job's store, which name the ranks that did not join.
 
     Args:
-        store: store of the job, with a prefix of this engine.
+        store: key-value store of the job, with this engine's prefix of keys.
     """
 
     def __init__(self, store: KeyStore, rank: int) -> None:
@@ -287,8 +287,8 @@ class FailureReports:
 class JointCalls:
     """Check that every rank makes the engine's rare collective calls, such as a save or an evaluation.
 
-    :meth:`join` waits until all ranks have made the call, and so finds a call that only some ranks make. Only the first
-    three calls of a name are checked, and no training steps.
+    :meth:`join` waits until all ranks have made the call, and so finds a call that only some ranks make. It checks the
+    first three calls of each name, but never training steps.
 
     Args:
         store: store of the job, with a prefix of this engine.
@@ -303,7 +303,7 @@ class JointCalls:
         atexit.register(self.leave)
 
     def leave(self) -> None:
-        """Records in the store that this rank makes no more calls, so that no rank waits for it.
+        """Records in the store that this rank makes no more collective engine calls, so that no rank waits for it.
 
         Does nothing if this rank ends by an error or if the store is lost.
         """

@@ -50,7 +50,8 @@ class PeerWatch:
 
     Args:
         links: file descriptor of a socket to each watched rank, by its index on the axis.
-        ended: int32 [ranks of the axis] of zeros in host memory; the thread numbers ended ranks from 1, in order.
+        ended: int32 [ranks of the axis] of zeros in host memory; the thread writes 1, 2, .. at the indices of ended
+            ranks, in order.
     """
 
     def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:
@@ -61,7 +62,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; call it before the sockets close. A second call does nothing."""
+        """Ends the thread; call it before the sockets to the watched ranks close. A second call does nothing."""
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
             self._thread.join()
@@ -145,7 +146,7 @@ class SlotSizes:
 
     @property
     def slots(self) -> int:
-        """Bytes of all slots in one rank's memory, enough for two successive calls."""
+        """Bytes of all slots (receive buffers) in one rank's memory, enough for two successive calls."""
         return 2 * self.ranks * padded_bytes(self.capacity)
 
     @property
@@ -174,7 +175,7 @@ class SymmetricBuffer:
 
     Args:
         memory: memory of all ranks, mapped by this process.
-        sizes: capacity of the slots.
+        sizes: sizes of its slots, each for one rank's data in one call.
         seconds: timeout of a kernel's wait for a signal.
         peers: global ranks of the axis, by index.
     """
@@ -232,11 +233,13 @@ class SymmetricBuffer:
         return self._slot(self.mailbox.rank, writer, epoch, shape, dtype)
 
     def slot_at(self, owner: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view, with ``shape`` and ``dtype``, of this rank's slot on index ``owner`` for call ``epoch``."""
+        """Returns a view, with ``shape`` and ``dtype``, of the memory on index ``owner`` that receives this rank's data
+        in call ``epoch``.
+        """
         return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
 
     def arrivals_at(self, owner: int, epoch: int) -> Tensor:
-        """Returns a view of the int32 words on index ``owner`` that signal this rank's data, one word per tile.
+        """Returns a view of int32 words in the memory of index ``owner``, one for each tile of this rank's data.
 
         This rank writes ``epoch`` to word i when tile i of the call ``epoch`` has arrived.
         """
@@ -262,8 +265,8 @@ class SymmetricBuffer:
         """Raises if a kernel has timed out; synchronizes the GPU, unless ``bring_status`` was called before.
 
         Raises:
-            PeerEndedError: the awaited rank has ended; the message names the rank, the tile and the call.
-            RuntimeError: a signal has timed out; the message names the rank, the tile and the call.
+            PeerEndedError: the awaited rank has ended; the message names the rank, the tile of its data and the call.
+            RuntimeError: a signal has timed out; the message names the rank, the tile of its data and the call.
         """
         word, self._brought = self._brought, None
         missing = read_status(int((self.mailbox.status if word is None else word).item()))

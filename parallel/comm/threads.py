@@ -65,7 +65,7 @@ class _Rank(Generic[Result]):
 class Turns:
     """Scheduler that runs ``size`` ranks as threads of one process, one at a time, in the same order in every run.
 
-    Each rank has its own random state. ``generators``: random generators of devices that several ranks share.
+    Each rank has its own random state. ``generators``: device random generators that the ranks share.
     """
 
     def __init__(self, size: int, generators: Sequence[torch.Generator] = ()) -> None:

@@ -62,8 +62,7 @@ class TorchBackend:
     of one group block each other; gloo separates channels by tags. ``close`` destroys the groups that this backend has
     opened.
 
-    Some ranks of one host use shared memory instead: tensor ranks on CPUs, and data ranks for messages about parameter
-    gathers.
+    Some ranks of one host use shared memory instead: tensor ranks on CPUs, and data ranks in :meth:`exchange_gathers`.
     """
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
@@ -196,7 +195,8 @@ class TorchBackend:
         return finish
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data``, of equal length on all ranks, between the hosts of ``within`` neighbouring data ranks.
+        """All-gathers ``data`` (equal length on all ranks) between the host memories of ``within`` neighbouring data
+        ranks.
 
         Returns the bytes of each rank, in order of index.
         """

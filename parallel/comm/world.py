@@ -260,7 +260,7 @@ def prefixed(store: Store, prefix: str) -> Store:
 
 @contextmanager
 def connected_when_needed(ranks: int) -> Iterator[None]:
-    """Defers gloo's connections in a group created in the block to the ranks' first message, if ``ranks`` > 64.
+    """Returns a context in which a new gloo group connects two ranks only at their first message, if ``ranks`` > 64.
 
     By default gloo connects all pairs of ranks at creation.
     """
@@ -354,8 +354,8 @@ def color_rounds(
 ) -> list[frozenset[tuple[int, ...]]]:
     """Divides disjoint ``groups`` of ranks into rounds such that no two groups of a round have the same color.
 
-    NCCL splits a communicator by colors, for which torch takes a hash of the ranks. ``color`` computes a group's color,
-    by default torch's.
+    NCCL splits a communicator by color. ``color`` computes a group's color, by default as torch does, from a hash of
+    the ranks.
     """
     rounds: list[dict[int, tuple[int, ...]]] = []
     for group in groups:
@@ -398,7 +398,8 @@ def timeout_seconds(configured: int = 600) -> int:
 
 
 def watchdog_seconds(configured: int = 600) -> float:
-    """Returns the seconds until the watchdog reports a slow rank: ``TRINE_WATCHDOG_SECONDS``, else half the timeout.
+    """Returns seconds until the engine's watchdog reports a slow rank: ``TRINE_WATCHDOG_SECONDS``, else half the
+    timeout.
 
     The timeout is ``TRINE_TIMEOUT_SECONDS``, else ``configured``.
     """

@@ -72,7 +72,8 @@ def by_work(work: Indices, ranks: int, unit: int = 1) -> Index:
     """Returns a sharding of S positions by which ``ranks`` context ranks have nearly equal attention work.
 
     ``work`` [S]: number of (query, key) pairs of the query at each position. All ranks have as many positions as in the
-    zig-zag sharding, which is returned if it is even enough. Chunks are multiples of ``unit``.
+    zig-zag sharding, which is returned if its largest work is at most 1.05 times the mean. Chunks are multiples of
+    ``unit``.
     """
     plain = zigzag(len(work), ranks, unit)
     best, found = work_balance(work, plain).most_over_mean, plain
@@ -157,7 +158,7 @@ def _ends(
 
 
 def work_of_documents(batch: Iterable[tuple[str, Tensor]]) -> Mapping[int, Indices]:
-    """Returns the attention work at each position of packed documents, summed over rows: [S], keyed by the length S.
+    """Returns the attention work at each position of packed documents, summed over batch rows: [S], keyed by S.
 
     The work is the number of keys that the position's query sees. Lengths without packed documents are omitted.
 

@@ -37,7 +37,7 @@ ASSUMED = AttentionRates(4e14, 5e10, 2e-5, "assumed rates")
 
 
 class AskedMethod(NamedTuple):
-    """Configured method of context-parallel attention, with the speeds for the choice of "auto"."""
+    """Configured method of context-parallel attention. ``rates``: speeds by which "auto" chooses a method."""
 
     method: Method | Literal["auto"]
     rates: AttentionRates = ASSUMED
@@ -94,8 +94,8 @@ class MethodCost(NamedTuple):
 def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[Method, MethodCost]:
     """Returns the cost of each context-parallel attention method that can run with the sizes ``form``.
 
-    "heads" requires a number of heads that is divisible by the ranks; "need" requires the keys that each rank reads;
-    "gather" and "ring" always can run.
+    "heads" requires a number of heads that is divisible by the ranks; "need" requires ``form.sent`` and
+    ``form.needed``; "gather" and "ring" always can run.
     """
     away, whole = form.ranks - 1, form.key_bytes
     gathered = whole * away // form.ranks
@@ -121,8 +121,8 @@ def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[M
 def choose_method(form: AttentionSizes, limit: int | None, rates: AttentionRates = ASSUMED) -> tuple[Method, str]:
     """Returns the attention method (gather, need, heads or ring) with the least exposed time, and the reason as text.
 
-    It needs at most ``limit`` bytes (None: no limit); ring is returned if none fits. Gather is preferred unless another
-    method has at most 90 % of its exposed time.
+    It needs at most ``limit`` bytes of memory (None: no limit); ring is returned if none fits. Gather is preferred
+    unless another method has at most 90 % of its exposed time.
     """
     costs = costs_of(form, rates)
     fits = {name: cost for name, cost in costs.items() if limit is None or cost.memory <= limit} or {

@@ -25,7 +25,9 @@ KEYS, KEY_GRADIENTS = "keys", "key gradients"
 
 
 class Parcel(NamedTuple):
-    """Keys and values that a rank receives in one communication; ``boxes`` None: its own keys, not communicated."""
+    """Keys and values that a rank receives in one communication. ``boxes``: plan of the communication; None: its own
+    keys.
+    """
 
     keys: Runs
     """Positions of the keys."""
@@ -35,7 +37,7 @@ class Parcel(NamedTuple):
 
 
 class KeyFlow(NamedTuple):
-    """Communications in which a rank receives the keys and values of one attention, in order."""
+    """Ordered communications in which a rank receives the keys and values of one attention."""
 
     parcels: tuple[Parcel, ...]
     axis: TensorAxis
@@ -72,8 +74,8 @@ class KeyFlow(NamedTuple):
         return made, place
 
     def take_home(self, number: int, grad: Tensor) -> tuple[Tensor, Wait]:
-        """Starts to send the gradient ``grad`` of the received keys and values with this ``number`` back to their
-        ranks.
+        """Starts to send ``grad``, the gradient of the keys and values received in communication ``number``, back to
+        their ranks.
 
         Returns a tensor and a function that waits; the tensor is then the gradient of this rank's keys and values,
         summed over ranks.
@@ -89,7 +91,8 @@ class KeyFlow(NamedTuple):
         return made, pending.wait
 
     def expect_backward(self, local: Tensor, made: Tensor) -> None:
-        """Reports to a listener the collectives that the backward of ``made``, the attention's output, will call.
+        """Reports to ``axis.listener`` the collectives that the backward of ``made``, the attention's output, will
+        call.
 
         It does so only in a dry run, in which the axis communicates nothing. ``local``: keys and values of this rank.
         """

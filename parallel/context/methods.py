@@ -48,8 +48,8 @@ _MEMORY_SHARE = 16
 class AttentionMethods:
     """Record of the context-parallel method (gather, need, heads or ring) by which each attention of a model runs.
 
-    ``asked``: configured method; "auto" chooses one for each call. The object also caches masks and plans of one
-    forward.
+    ``asked``: configured method; "auto" chooses one for each call. The object also caches masks and attention-call
+    plans of one forward.
     """
 
     def __init__(self, asked: Method | Literal["auto"] = "auto", rates: AttentionRates = ASSUMED) -> None:
@@ -64,7 +64,7 @@ class AttentionMethods:
         """Mask, and its rows for the queries of this rank, one copy for all layers of a forward."""
 
     def clear(self) -> None:
-        """Drops the masks and plans of a forward at its end."""
+        """Drops the masks and attention-call plans cached for a forward, at its end."""
         self.plans.clear()
         self.rows.clear()
 
@@ -79,7 +79,9 @@ class AttentionMethods:
 
 
 class AttendingContext(GlobalTensorContext):
-    """Context of global tensors sharded along positions; it contains the method of attention over these positions."""
+    """Settings and caches of global tensors (DTensor-like) sharded along positions. It has the method of their
+    attention.
+    """
 
     def __init__(
         self, axis: TensorAxis, rules: Rules, method: Method | Literal["auto"] = "auto", rates: AttentionRates = ASSUMED
@@ -95,7 +97,7 @@ class AttendingContext(GlobalTensorContext):
         raise NotImplementedError
 
     def clear(self) -> None:
-        """Drops the values cached for one forward at its end: copies of plain tensors, masks and plans."""
+        """Drops the values cached for a forward at its end: masks, attention-call plans, copies of plain tensors."""
         super().clear()
         self.attention.clear()
 
@@ -149,7 +151,8 @@ class _Call(NamedTuple):
 def context_attention(context: "AttendingContext", func: Function, *args: Any, **options: Any) -> Any:
     """Computes ``F.scaled_dot_product_attention`` on [.., heads, S, D] with positions S sharded over axis cp.
 
-    The method of ``context`` moves keys and values between ranks; calls that it cannot compute gather them.
+    The method of ``context`` moves keys and values between ranks; for a call that it does not support, they are
+    gathered.
 
     Raises:
         NoRuleError: another dim than S is sharded, or keys and values are sharded differently.

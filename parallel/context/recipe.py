@@ -368,7 +368,7 @@ def _ends(block: Tensor) -> Tensor:
 
 
 class HostTwins:
-    """Host copies of a forward's short integer tensors on a device, from which code reads values without a wait.
+    """Host copies of a forward's short integer device tensors. Code reads values from the copies without a wait.
 
     The first copies come from ``torch.arange`` and from a batch in host memory; the host repeats later operations on
     them.
@@ -379,10 +379,10 @@ class HostTwins:
         """(tensor, its version, the copy) by the tensor's id; the tensor is held, so that its id stays its own."""
 
     def follow(self, func: Function, args: Any, kwargs: Any, made: Any) -> None:
-        """Registers the host copy of ``made``, the result of ``func``; it calls ``func`` on the host copies of the
-        arguments.
+        """Registers the host copy of ``made``, the result of ``func``. The copy is the result of ``func`` on the host
+        copies of its arguments.
 
-        Does nothing unless all of them have host copies and ``made`` is a short tensor of integers.
+        Does nothing unless all tensor arguments have host copies and ``made`` is a short tensor of integers.
         """
         if func is not torch.arange and not any(id(each) in self._known for each in args):
             return
@@ -399,7 +399,9 @@ class HostTwins:
             self._known[id(made)] = made, made._version, func(*args, **kwargs)
 
     def know(self, tensor: Tensor, twin: Tensor) -> None:
-        """Registers ``twin``, in host memory, as the host copy of ``tensor``, unless it is large or floating-point."""
+        """Registers the host tensor ``twin`` as the host copy of ``tensor``, unless ``tensor`` is large or
+        floating-point.
+        """
         short = tensor.numel() <= _TWIN and not tensor.is_floating_point() and not tensor.is_inference()
         if short and is_host(twin.device) and not is_host(tensor.device):
             self._known[id(tensor)] = tensor, tensor._version, twin

@@ -255,10 +255,10 @@ def _packed(given: Sequence[Tensor], ways: Sequence[Way], others: Sequence[int])
 def expect(
     given: Sequence[Tensor], boxes: Sequence[Boxes], axis: TensorAxis, label: str, made: Tensor | None = None
 ) -> None:
-    """Reports, in a dry run of ``axis``, the bytes that each rank would send to reshard ``given`` by the plans
-    ``boxes``.
+    """Reports to ``axis.listener``, in a dry run of ``axis``, the bytes that each rank would send to reshard ``given``
+    by the plans ``boxes``.
 
-    ``made``: tensor with a backward that makes this exchange; None: a forward makes it.
+    ``made``: for an exchange in backward, the forward's result at which backward starts; None: in forward.
     """
     if axis.dry:
         sizes = (each.sent(x, axis.size) for x, each in zip(given, boxes, strict=True))

@@ -65,7 +65,7 @@ CONTEXT_RULES = Rules(
 
 
 class ContextOfSequences(AttendingContext):
-    """Context of the global tensors that are sharded along positions over axis cp.
+    """Settings and caches of the global tensors (DTensor-like) sharded along positions over axis cp.
 
     It has their rules for torch functions, and the positions that each rank stores in the present forward.
     """
@@ -98,7 +98,7 @@ class ContextOfSequences(AttendingContext):
         """Begins a forward: sets its packed documents, and drops values cached for the documents of the last batch.
 
         ``given``: number of (query, key) pairs of the query at each position, by length of packed sequences.
-        ``sharing``: shards them such that ranks have nearly equal numbers of pairs.
+        ``sharing``: True to shard these sequences such that ranks have nearly equal numbers of pairs.
         """
         self.work = given
         work = given if sharing else {}
@@ -125,7 +125,9 @@ class ContextOfSequences(AttendingContext):
         return self.find(("shard", length), lambda: self.shard(length, self.axis.size, self.unit))
 
     def current(self, sets: Sets) -> Sets:
-        """Returns ``sets``, a sharding from a trace without packed documents, adapted to this forward's documents."""
+        """Returns ``sets``, a sharding recorded in an earlier forward without packed documents, adapted to this
+        forward's documents.
+        """
         if not self.running:
             return sets
         return tuple(
@@ -173,7 +175,7 @@ class ContextOfSequences(AttendingContext):
         return self._age
 
     def clear(self) -> None:
-        """Drops the values cached for one forward, and its order of messages between ranks, at its end."""
+        """Drops the values cached for a forward and the order of its messages between ranks, at its end."""
         super().clear()
         self.relay.clear()
 

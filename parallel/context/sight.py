@@ -33,7 +33,7 @@ class SeenBlock(NamedTuple):
 
 
 def causal_blocks(queries: Runs, keys: Runs) -> Iterator[SeenBlock]:
-    """Yields the blocks of queries and keys with visible keys under a causal mask, for one rank.
+    """Yields, for one rank, the blocks of queries and keys that have visible keys under a causal mask.
 
     ``queries``: positions of its queries. ``keys``: positions of the keys that it has.
     """
@@ -71,8 +71,9 @@ def all_keys(queries: Runs, keys: Runs) -> Iterator[SeenBlock]:
 def needed_keys(queries: Index, keys: int, causal: bool, mask: Tensor | None) -> Index | None:
     """Returns, for each rank, the keys that at least one of its queries sees; equal on all ranks.
 
-    Returns None if the mask has no values here. ``queries``: positions of the queries of each rank. ``keys``: number of
-    keys. ``mask``: [.., queries or 1, keys or 1], bool or added to scores; the host waits for its values.
+    Returns None if ``mask`` is needed, but is sharded or has no values (a meta tensor). ``queries``: positions of the
+    queries of each rank. ``keys``: number of keys. ``mask``: [.., queries or 1, keys or 1], bool or added to scores;
+    the host waits for its values.
     """
     if causal:
         ends = (int(runs[-1, 1]) if len(runs) else 0 for runs in queries.runs)

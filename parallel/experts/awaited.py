@@ -259,8 +259,8 @@ class WaitingBlock:
         """Starts to send ``made``, the results of this rank's experts, back to the ranks of their tokens.
 
         Returns an :class:`Awaited` tensor [``count``, ..] with the sum of results for each of this rank's tokens.
-        ``token``: index of the token of each received result. ``ties``: tensors with zero gradients, by which every
-        rank's backward joins the exchange.
+        ``route``: exchange by which the tokens arrived. ``token``: index of the token of each received result.
+        ``ties``: tensors with zero gradients, by which every rank's backward joins the exchange.
         """
         assert self._started is not None
         sums: Awaited = _Combine.apply(made, route, token, count, self._comm, *ties)  # type: ignore[no-untyped-call]

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 
 class Rows(NamedTuple):
-    """Arguments of an expert layer, equal for all calling conventions: token rows, with their experts and weights."""
+    """Arguments of an expert layer in a form common to all calling conventions: token rows, with their experts and
+    weights.
+    """
 
     x: Tensor
     """Token rows [T, H]."""
@@ -47,7 +49,7 @@ class ExpertCall(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the forward's arguments, in order."""
+        """Names of the expert module's forward arguments, in order."""
         ...
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
@@ -59,7 +61,7 @@ class ExpertCall(Protocol):
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
         """Converts ``rows`` to arguments for a module with ``experts`` experts.
 
-        ``given``: arguments of the original call, by name; new row counts get the type of its counts.
+        ``given``: arguments of the original call, by name; new row counts get the type of its counts, such as list.
         """
         ...
 
@@ -78,7 +80,7 @@ class RoutedCall:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the forward's arguments: rows, expert indices, weights."""
+        """Names of the expert module's forward arguments: rows, expert indices, weights."""
         return self.rows, self.numbers, self.weights
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
@@ -110,7 +112,7 @@ class CountedCall:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the forward's arguments: rows, row counts."""
+        """Names of the expert module's forward arguments: rows, row counts."""
         return self.rows, self.counts
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
@@ -151,7 +153,7 @@ class MajorCall:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of the forward's only argument, the rows."""
+        """Name of the expert module's only forward argument, the rows."""
         return (self.rows,)
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
@@ -196,7 +198,9 @@ def _one_expert_each(x: Tensor, numbers: Tensor) -> Rows:
 
 
 def possible_calls(module: nn.Module) -> Iterator[ExpertCall]:
-    """Yields the calling conventions that the signature of ``module.forward`` allows, in the order of trial."""
+    """Yields the calling conventions that the signature of ``module.forward`` allows, in the order in which to test
+    them.
+    """
     try:
         given = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):

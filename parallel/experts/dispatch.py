@@ -72,7 +72,7 @@ class Dispatch:
 
     @property
     def rounds(self) -> list[Round]:
-        """Rounds that together exchange all rows, at least one, and equally many on all ranks."""
+        """Rounds, at least one and equally many on all ranks, that together exchange all rows."""
         most = max(map(max, self._counts))
         step = max(1, min(self._limit, most))
         return [self._round(start, start + step) for start in range(0, max(most, 1), step)]

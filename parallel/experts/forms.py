@@ -135,7 +135,7 @@ def owner_cut(rows: int, rank: int) -> tuple[Range, ...]:
 
 
 def list_members(members: nn.Module) -> dict[str, nn.Module]:
-    """Returns the members of a module list that have parameters, by their names in the list."""
+    """Returns the members with parameters of the module list ``members``, by their names in it."""
     return {name: each for name, each in members.named_children() if any(True for _ in each.parameters())}
 
 
@@ -196,7 +196,8 @@ def stacks_differ(module: nn.Module) -> bool:
 
 
 def possible_stacks(module: nn.Module) -> Iterator[Stack]:
-    """Yields possible interpretations of a module's parameters as stacks of experts, in the order of trial.
+    """Yields possible interpretations of a module's parameters as stacks of experts, in the order in which to test
+    them.
 
     Matrices are [experts, rows, width] with vectors for one or all experts, or [experts * rows, width] with the number
     of experts in an integer attribute.
@@ -219,7 +220,7 @@ def possible_stacks(module: nn.Module) -> Iterator[Stack]:
 
 def adapted_stacks(found: RoutedExperts, adapter: nn.Module) -> Iterator[Stack]:
     """Yields possible interpretations of adapter parameters (such as LoRA's) on the module ``found`` as stacks of
-    experts, in the order of trial.
+    experts, in the order in which to test them.
 
     ``adapter``: outermost adapter module. Parameters of the same name in several adapters have the same memory order;
     unstacked parameters serve all experts.
@@ -286,7 +287,9 @@ def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]
 
 
 def module_kind(module: nn.Module) -> tuple[object, ...]:
-    """Returns a hashable key of a module's class, parameter shapes and settings. Test results hold for equal keys."""
+    """Returns a hashable key of a module's class, parameter shapes and settings. Modules with equal keys share results
+    of expert-parallelism tests.
+    """
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     settings = tuple(
         (name, value if isinstance(value, int | float | str | None) else type(value))

@@ -119,7 +119,7 @@ _UNKNOWN = (
 
 
 class Trial:
-    """Numerical test on random rows that the experts of a module can run on different ranks.
+    """Numerical test, on random rows, that the experts of a module can run on different ranks.
 
     A row's result must be the sum of results of its experts, and depend on nothing else. ``twin``: small copy of the
     module.
@@ -140,7 +140,7 @@ class Trial:
 
     @torch.no_grad()
     def failure(self) -> str | None:
-        """Returns the first violated rule as text; None if ``twin`` satisfies all rules."""
+        """Returns the reason if the experts cannot run on different ranks; None if ``twin`` passes the test."""
         thin = any(map(is_expanded, self._twin.parameters()))
         with ThinProducts() if thin else nullcontext():  # type: ignore[no-untyped-call]
             return self._failure_in(False) or self._failure_in(True)
@@ -250,7 +250,7 @@ def _can_copy(module: nn.Module) -> bool:
 
 
 def are_close(a: Tensor | int | None, b: Tensor) -> bool:
-    """Returns True if ``a`` has the shape of ``b`` and differs by at most 1e-5 of the largest absolute value."""
+    """Returns True if ``a`` has the shape of ``b`` and differs by at most 1e-5 of the largest magnitude in ``b``."""
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 

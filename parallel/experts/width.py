@@ -28,7 +28,9 @@ MOST_UNCUT = 3
 
 @dataclass(frozen=True, slots=True)
 class WidthCut:
-    """Result of :func:`prove_width`: unsharded parameters of experts that tensor ranks shard along their width."""
+    """Result of :func:`prove_width`: the unsharded parameters of a module of experts, if tensor ranks shard the
+    experts' width.
+    """
 
     whole: tuple[str, ...]
     """Names, in the module, of unsharded parameters; each tensor rank has a part of their gradient."""

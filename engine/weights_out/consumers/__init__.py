@@ -16,7 +16,7 @@ from engine.weights_out.consumers.vllm import VllmServer, VllmServers
 
 
 def open_consumers(settings: WeightsOutConfig, device: torch.device) -> list[WeightConsumer]:
-    """Returns the configured consumers of published versions, in the order in which they take a version over.
+    """Returns the configured consumers of published versions, in the order in which they change to a new version.
 
     Folders come last, after all servers.
 

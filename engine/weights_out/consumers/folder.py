@@ -58,7 +58,7 @@ class VersionFolder:
         return max(self.numbers, default=0)
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Writes the version under a temporary name; earlier versions do not change.
+        """Writes the version of ``blocks`` under a temporary name; earlier versions do not change.
 
         Raises:
             EngineError: the version has not arrived in time, or the training has dropped it.
@@ -68,7 +68,7 @@ class VersionFolder:
             self._prepare(blocks)
 
     def hold(self) -> None:
-        """Does nothing; programs may still read the current version's folder."""
+        """Does nothing: the current version's folder remains for programs that read it."""
 
     def commit(self, blocks: WeightBlocks) -> None:
         """Renames the written version to its final name, and removes old versions.

@@ -33,7 +33,7 @@ class InferenceServer(BoundedConnection):
     ) -> Any:  # fmt: skip
         """Sends a request with ``body`` as JSON, and returns the parsed JSON of the reply.
 
-        Repeats an unanswered request for at most ``patience`` seconds, within the deadline set by ``limit``.
+        Repeats an unanswered request for at most ``patience`` seconds, within the deadline set by the method ``limit``.
 
         Args:
             longest: maximum seconds of each attempt.
@@ -90,6 +90,6 @@ def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
 
 
 def after_failure(server: S, step: Callable[[S], None]) -> None:
-    """Calls ``step`` with ``server`` after a failure, with a new deadline of one second."""
+    """Calls ``step(server)`` after a failure, with a deadline of one second for its requests; raises their errors."""
     server.limit(1.0)
     step(server)

@@ -112,7 +112,7 @@ class SglangServer(InferenceServer):
         self.call("POST", "/update_weights_from_distributed", body, 0.0)
 
     def end(self) -> None:
-        """Ends the weight update and empties the prefix cache, except with ``pause`` = "in_place"."""
+        """Ends the weight update, and empties the prefix cache unless ``pause`` is "in_place"."""
         self.call("POST", "/end_weight_update", {})
         if self._pause != _IN_PLACE:
             self.call("POST", "/flush_cache", {})
@@ -166,10 +166,11 @@ class SglangServers:
         on_all(self._servers, SglangServer.pause)
 
     def commit(self, blocks: WeightBlocks) -> None:
-        """Broadcasts the version into the servers' weights, bucket by bucket; then the servers generate again.
+        """Broadcasts the version of ``blocks`` into the servers' weights, bucket by bucket; then the servers generate
+        again.
 
         Raises:
-            EngineError: a server fails, and the message names it. Servers with weights of two versions stay paused.
+            EngineError: a server fails, and the message names it. Servers with old and new weights stay paused.
         """
         number, group = blocks.version.number, self._group
         assert group is not None, "the version is prepared"

@@ -95,7 +95,7 @@ class VllmServer(InferenceServer):
         self.call("POST", "/resume")
 
     def finish(self, number: int) -> None:
-        """Overwrites the server's weights with the prepared version, and gives this the name ``number``.
+        """Overwrites the server's weights with the prepared version; the server then reports ``number`` as its version.
 
         Raises StoreRefusedError or GridError if the server fails.
         """
@@ -171,7 +171,7 @@ class VllmServers:
                 on_all(self._servers, lambda server, step=step: after_failure(server, step))  # type: ignore[misc]
 
     def compare(self, blocks: WeightBlocks) -> None:
-        """Compares the parameters of all servers with the published version, which is read once more.
+        """Compares the parameters of all servers with the published version, read once more from ``blocks``.
 
         Skips parameters that vLLM pads, packs or divides among workers.
 

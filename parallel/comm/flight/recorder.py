@@ -106,7 +106,8 @@ class FlightRecorder:
         return began
 
     def waited(self, sequence: int, stream: Stream, began: int, size: int = 0) -> None:
-        """Records that the event ``sequence``, and the wait for it, have ended; counts the wait in ``stream``.
+        """Records that the event ``sequence``, and the wait for it, have ended; adds the wait to the totals of
+        ``stream``.
 
         ``began``: result of :meth:`wait`. ``size``: bytes of the call.
         """
@@ -160,7 +161,7 @@ class FlightRecorder:
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.USER, ended)
 
     def say(self, words: str) -> None:
-        """Writes ``words``, the error message that ends this rank, unless a message is already written."""
+        """Writes the error message ``words``, with which this rank ends, to its log, unless the log already has one."""
         if self._map[layout.WORDS_AT] == 0:
             text = words.encode(errors="replace")[: layout.WORDS_BYTES - 1]
             self._map[layout.WORDS_AT : layout.WORDS_AT + len(text)] = text
@@ -171,7 +172,9 @@ class FlightRecorder:
         self._map[layout.NOTE_AT : layout.NOTE_AT + layout.NOTE_BYTES] = data
 
     def close(self) -> None:
-        """Closes the file; without an error message, first records that this rank ended normally."""
+        """Closes the log file; if :meth:`say` has written no error message, first records that this rank ended
+        normally.
+        """
         if self._map[layout.WORDS_AT] == 0:
             step = layout.STATE.unpack_from(self._map, layout.STATE_AT)[0] >> 8
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.ENDED, now())

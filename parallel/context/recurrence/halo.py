@@ -39,9 +39,9 @@ _Rows = Callable[[], Indices]
 def index_of_length(context: "GlobalTensorContext", have: Index, size: int, key: Hashable, near: _Rows) -> Index:
     """Returns the sharding of a result with ``size`` rows that is computed from rows sharded as ``have``.
 
-    It is ``have`` for the same number of rows, otherwise the sharding of this batch's sequence of length ``size``.
-    Without one, each row is on the rank of its source row; the callback ``near`` returns source rows, named ``key`` in
-    the cache.
+    It is ``have`` for the same number of rows, otherwise the sharding of this batch's sequence of length ``size``. If
+    there is none, each row is on the rank of its source row. ``near``: callback that returns source rows. ``key``: its
+    name in the cache.
     """
     if size == have.size:
         return have
@@ -241,7 +241,7 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
 def with_aligned_rows(rule: "TensorRule") -> "TensorRule":
     """Returns a rule that runs ``rule``; after a NoRuleError it reshards the operands equally along rows and retries.
 
-    The error remains if they cannot be resharded, or need not.
+    The error remains if they cannot be resharded, or are already sharded equally.
     """
 
     def run(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:

@@ -245,15 +245,15 @@ def _tie(target: GlobalTensor, graded: bool) -> None:
 def stack_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
     """Computes ``stack`` of tensors that single ranks store.
 
-    If several ranks store at least two tensors per rank of the axis, the result is sharded along the new dim. Otherwise
-    one rank gets all of them.
+    If they are on several ranks, and at least two per rank of the axis, the result is sharded along the new dim.
+    Otherwise one rank receives all of them and computes it.
     """
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return _joined(context, func, list(tensors), dim, [1] * len(tensors))
 
 
 def cat_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Computes ``cat`` of tensors that single ranks store, also together with sharded tensors."""
+    """Computes ``cat`` of tensors on single ranks, also with sharded ones; the result is sharded, or on one rank."""
     tensors = list(tensors)
     dim = positive_dim(dim, tensors[0].ndim)
     if any(type(one) is GlobalTensor and any(one.sets) for one in tensors):

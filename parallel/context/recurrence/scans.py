@@ -37,7 +37,7 @@ _LENGTH, _PART = 37, 21
 
 
 class Carry(NamedTuple):
-    """Arguments of a scan for its state, and the dim of positions in its result.
+    """Arguments by which a scan function takes and returns its state, and the dim of positions in its result.
 
     ``state``: name of the argument for the initial state; ``flag``: name of the argument that requests the last state.
     """
@@ -50,8 +50,8 @@ class Carry(NamedTuple):
 def relay_scans(model: nn.Module, patches: ForwardPatches) -> None:
     """Patches methods of ``model`` so that scan functions run on each rank's own positions.
 
-    A scan takes and returns a state, which ranks pass on in order of position. A trial must first prove that results
-    stay equal, also for custom autograd functions.
+    A scan takes and returns a state, which ranks pass on in order of position. Each such function, also a custom
+    autograd function, runs unchanged if a trial run gives other results.
     """
     relayed: dict[Any, Any] = {}
 

@@ -33,8 +33,8 @@ def is_custom(found: Any) -> TypeGuard[type[Function]]:
 def follow_function(function: type[Function]) -> type[Function]:
     """Returns a subclass of ``function`` that runs on this rank's positions of sharded arguments.
 
-    A trial must prove that ``function`` computes each position independently; otherwise the arguments are passed
-    unchanged.
+    Its ``apply`` first tests by a trial run that ``function`` computes each position independently; if not, it passes
+    the arguments unchanged.
     """
 
     def apply(*args: Any) -> Any:

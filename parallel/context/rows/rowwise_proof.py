@@ -61,7 +61,7 @@ class ProvenForm(NamedTuple):
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Runs the block, a trial, hidden from traces and from recomputation of the outer forward."""
+    """Returns a context for a trial run, hidden from torch modes and saved-tensor hooks of the outer forward."""
 
     def same(saved: Tensor) -> Tensor:
         return saved
