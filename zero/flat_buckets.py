@@ -78,8 +78,8 @@ class FlatBucket:
 
     @property
     def rounds_in_gathers(self) -> bool:
-        """True if the quantized all-gather after an update also rounds this rank's parameters (``kept``): the bucket is
-        not sharded and has an fp32 master. The master is not rounded.
+        """True if the quantized all-gather after an update also rounds this rank's own parameters to quantized values:
+        the bucket is not sharded and has an fp32 master. The master is not rounded.
         """
         return self.codec is not None and self.wide is not None and not self.sharded
 
@@ -91,21 +91,22 @@ class FlatBucket:
 
     @property
     def weights(self) -> Tensor:
-        """Flat tensor of the weights that the optimizer updates on this rank: the master weights, or else the
-        parameters (``kept``).
+        """Flat tensor of the weights that the optimizer updates on this rank: the master weights, or the parameters if
+        it has no masters.
         """
         return self.kept if self.master is None else self.master
 
     @property
     def wide(self) -> Tensor | None:
-        """Master weights of this rank's elements, if their dtype differs from the parameters in ``kept``; otherwise
+        """Master weights of this rank's elements, if their dtype differs from the dtype of the parameters; otherwise
         None.
         """
         return None if self.master is None or self.master.dtype == self.kept.dtype else self.master
 
     def place(self, slot: Slot, given: Tensor) -> None:
         """Copies ``given``, the full values of one parameter, to its range ``slot`` in the bucket: this rank's elements
-        to ``kept`` and the master, and all elements to ``params`` unless the bucket is sharded (ZeRO 3).
+        to ``kept`` (its own parameters) and the master weights, and all elements to ``params`` unless the bucket is
+        sharded (ZeRO 3).
         """
         flat = given.reshape(-1)
         start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)
@@ -155,7 +156,7 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
     """Gives ``tensor``, a slice of larger memory, a storage object of only its own bytes, so that a pickle has no other
     data. Copies nothing.
 
-    Tensors over the same bytes share one object of ``storages``.
+    ``storages``: objects made so far, by (address, bytes); tensors over the same bytes share one.
     """
     whole, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()

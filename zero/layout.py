@@ -97,7 +97,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``start:stop`` of a bucket, all of one parameter group of the optimizer and of one data rank."""
+    """Elements ``start:stop`` of a bucket that belong to one parameter group of the optimizer and to one data rank."""
 
     group: int
     start: int
@@ -209,7 +209,7 @@ def build_layout(
 
     Args:
         alignment: number of elements, a multiple of ALIGNMENT; each parameter starts at a multiple of it.
-        spread: axes for the items with ``spread`` None; None: the data axis.
+        spread: default axes, for items without their own ``spread``; None: the data axis.
     """
     usual = (spread or Spread())._replace(ranks=ranks)
     items = [item if item.spread is not None else replace(item, spread=usual) for item in items]

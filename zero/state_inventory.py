@@ -126,7 +126,7 @@ class Home(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """Tensor of training state on this rank, with the name or the bucket of its parameters."""
+    """Entry for a tensor of training state on this rank, with the parameter or the bucket that it belongs to."""
 
     kind: str
     """Kind of state: "weight", "master", "gradient", "host gradient", "residual", "secondary shard", "ema", or an
@@ -163,7 +163,9 @@ class StateTensor:
         return element - self._slot(element)[1]
 
     def within(self, part: slice) -> "StateTensor":
-        """Returns a copy of this entry for ``part``, a range of bucket elements within the range of this entry."""
+        """Returns an entry for ``part``, a range of bucket elements within the range of this entry. Its tensor is a
+        view.
+        """
         start = self.part.start
         return replace(self, tensor=self.tensor[part.start - start : part.stop - start], part=part)
 

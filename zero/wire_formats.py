@@ -59,7 +59,7 @@ class WireFormats:
 
     @property
     def alignment(self) -> int:
-        """Alignment of parameters in a bucket, in elements: each parameter starts a new quantization block."""
+        """Alignment of parameters in a bucket, in elements. With quantization, each parameter starts a new block."""
         return max([ALIGNMENT, *(wire.block for wire in (self.weights, self.gradients) if wire is not None)])
 
     def of_weights(self, bucket: Bucket) -> BlockFormat | None:

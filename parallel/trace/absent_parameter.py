@@ -67,8 +67,8 @@ class GuardedPart(WholeSizes, AbsentParameter):
 
 
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
-    """Makes every read of the values of ``parameter`` call ``read`` first, by a change of its class. ``where``:
-    location of the values, for error messages.
+    """Changes the class of ``parameter``, so that every read of its values calls ``read`` first. ``where``: location of
+    the values, for error messages.
     """
     own = type(parameter)
     if issubclass(own, AbsentParameter):

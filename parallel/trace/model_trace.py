@@ -55,7 +55,7 @@ class FreeTensor(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """Source of a leaf, not a tensor, of a traced output: the object ``content`` itself."""
+    """Source of a non-tensor leaf of a traced output: the object ``content`` itself."""
 
     content: Any
 
@@ -64,7 +64,7 @@ Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
 
 
 class Sample(NamedTuple):
-    """Description of a parameter, or of a tensor that depends on parameters, among the recorded arguments of a call."""
+    """Entry in the recorded arguments of a call, in place of a parameter or of a tensor that depends on parameters."""
 
     source: int | str
     """Number of the traced value, or name of the parameter."""
@@ -83,7 +83,9 @@ other tensors.
 
 @dataclass
 class Material:
-    """Arguments of traced calls, and bytes saved for backward between the calls, to measure time and memory."""
+    """Data of a trace for measurements of time and memory: arguments of the calls, and bytes that operations between
+    them save for backward.
+    """
 
     arguments: list[Arguments] = field(default_factory=list)
     """Arguments of each call, by call index."""
@@ -296,7 +298,7 @@ class ModelTrace:
         return f"the result of {glue.name} at {glue.place}"
 
     def occurrence(self, index: int) -> tuple[str, int]:
-        """Returns (unit name, n) for the call with index ``index``, which is call number n (from 0) of its unit."""
+        """Returns (unit name, n) for ``calls[index]``, which is call number n (from 0) of this unit."""
         unit = self.calls[index].unit
         return unit, sum(call.unit == unit for call in self.calls[:index])
 

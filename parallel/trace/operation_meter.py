@@ -51,7 +51,7 @@ class _NoFormError(Exception):
 
 
 def is_metered() -> bool:
-    """Returns True while an :class:`OperationMeter` is active, so that a forward runs on meta tensors."""
+    """Returns True while an :class:`OperationMeter` is active. A forward then runs on meta tensors."""
     return any(isinstance(mode, OperationMeter) for mode in _get_current_dispatch_mode_stack())
 
 

@@ -225,8 +225,8 @@ class TensorProvenance:
 
 
 def position_of(leaf: Any, arguments: list[Any]) -> int | None:
-    """Returns the index of ``leaf`` among ``arguments``, compared by identity. Returns None for plain constants such as
-    numbers.
+    """Returns the index of ``leaf`` among ``arguments``, compared by identity. Returns None if it is absent, or a plain
+    constant such as a number.
     """
     if isinstance(leaf, _PLAIN):
         return None

@@ -120,8 +120,8 @@ class Recorder(TorchFunctionMode):
             self._quiet = False
 
     def finish(self, result: Any) -> Recipe:
-        """Returns the structure of ``result``, the return value of the traced program, with the source of each leaf. It
-        ends the recording.
+        """Returns the structure of ``result``, the return value of the traced program, with the source of each leaf.
+        Call it at the end of the recording.
         """
         leaves, spec = tree_flatten(result)
         recipe = Recipe(spec, tuple(self.provenance.result_leaf(leaf) for leaf in leaves))

@@ -160,8 +160,8 @@ def function_name(function: Function) -> str:
 
 
 def writes_in_place(name: str) -> bool:
-    """Returns True if a torch function with this name writes to its first argument, such as ``add_``, ``+=`` or ``x[0]
-    =``.
+    """Returns True if a torch function with this name, such as ``add_``, ``+=`` or ``x[0] =``, writes to its first
+    argument.
     """
     return name in _IN_PLACE_SIGNS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_IN_PLACE)
 

@@ -118,8 +118,8 @@ class PassCalls:
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions in the gather order that a backward, in reverse order of the calls, reaches again or after a lower
-        position. The parameters there may have been freed.
+        """Positions in the gather order that a backward reaches a second time, or after a lower position. Their
+        parameters may have been freed by then.
         """
         again, lowest = set(), None
         for position in reversed(self._positions):

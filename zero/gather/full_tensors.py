@@ -49,8 +49,8 @@ class HeldPart:
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
-        """Stores the elements of ``written`` that differ from :meth:`given`, divided by ``factor``. Returns True if any
-        differs. Synchronizes the device.
+        """Divides the elements of ``written`` that differ from :meth:`given` by ``factor``, and stores them in
+        ``values``. Returns True if any differs. Synchronizes the device.
         """
         written = written.to(self.values.device)
         changed = written != self.given()
@@ -198,8 +198,8 @@ def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], ca
     """Raises if data ranks have written different values into a gathered bucket. Collective over dp.
 
     Args:
-        written: first parameter name of each gathered bucket -> digest of the values in it.
-        axes: first parameter name of each bucket -> axis of the ranks with the bucket's parameters.
+        written: name of the first parameter of each gathered bucket -> digest of the bucket's values.
+        axes: name of the first parameter of each bucket -> axis of the ranks with the bucket's parameters.
         call: name of the public method, for the message.
 
     Raises:
@@ -220,8 +220,8 @@ def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], ca
 def check_holders(
     written: Mapping[str, Tensor], rows: Sequence[ShardRow], call: str, comm: Comm, device: torch.device
 ) -> None:
-    """Raises if ranks with copies of a parameter of ``rows`` have written different values: stages of a tied parameter,
-    or tensor ranks of an unsharded parameter. Collective.
+    """Raises if stages with a tied parameter of ``rows``, or tensor ranks with an unsharded one, have written different
+    values into it. Collective.
 
     ``written``: parameter name -> digest of its values on this rank. ``call``: name of the public method, for the
     message.

@@ -40,8 +40,8 @@ class GatherOrder:
     """First position that each stage's backward reaches; earlier groups are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Returns the gather groups (modules gathered together) that ``walk``, a forward or backward of the schedule,
-        uses, as indices in ``turns``, in order.
+        """Returns the indices in ``turns`` of the gather groups (modules gathered together) that the forward or
+        backward ``walk`` uses, in order of use.
         """
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
@@ -139,7 +139,8 @@ def count_gathers(
     secondary: Collection[int] = (),
     counted: Axis | None = None,
 ) -> Gathers:
-    """Counts the gathers of a step with the forwards and backwards ``passes``, for modules that run in gather order.
+    """Counts the gathers of a step with the forwards and backwards ``passes``. Assumes that modules run in gather
+    order.
 
     Args:
         pinned: indices of the buckets that stay gathered through the step.

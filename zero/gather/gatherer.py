@@ -248,7 +248,7 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ what modules call
 
     def enter(self, group: int) -> None:
-        """Gathers the buckets of ``group``, modules gathered together, before one runs; prefetches the next group."""
+        """Gathers the buckets of group ``group`` before one of its modules runs, and prefetches the next group."""
         position = self._position(group)
         if self._pass is not None and position is not None:
             if self._pass.is_forward:
@@ -427,7 +427,7 @@ class ParameterGatherer:
         return output.clone()
 
     def retire(self) -> None:
-        """Marks the engine as closed: errors about reads of sharded parameters then say that the engine is closed."""
+        """Marks the engine as closed: errors about later reads of sharded parameters mention this."""
         self._closed = True
 
     # ------------------------------------------------------------------ full parameters between steps

@@ -47,8 +47,8 @@ class OutsideCalls:
             self._whole.free((opened | read) - (self._read if self._depth else frozenset()))
 
     def read(self, index: int) -> None:
-        """Gathers the bucket ``index`` for a read outside the bucket's modules. The bucket stays gathered until the
-        outermost module call ends. Collective over dp.
+        """Gathers the bucket ``index`` for a read of its parameters by code outside their modules. The bucket stays
+        gathered until the outermost module call ends. Collective over dp.
         """
         if index not in self._whole.live:
             self._read |= {index}

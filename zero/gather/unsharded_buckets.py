@@ -40,8 +40,8 @@ class ShardArrival:
         self._copied = copied
 
     def before(self, gather: Pending) -> Pending:
-        """Returns the handle to wait for: ``gather``, the handle of the all-gathers, or with one data rank a handle of
-        the copies.
+        """Returns ``gather``, the handle of the all-gathers. With one data rank, returns a handle of the copies
+        instead.
         """
         return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
 
@@ -268,8 +268,8 @@ class UnshardedBuckets:
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
         """Frees the memory of the full parameters of the buckets ``indices``; their parameters are then not readable.
 
-        ``leave``: True to leave allocated any memory that other tensors share; False to free it even if autograd refers
-        to it.
+        ``leave``: True if other tensors that share this memory may continue to use it; False to free it even if
+        autograd refers to it.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()

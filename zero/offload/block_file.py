@@ -43,7 +43,9 @@ def whole_sectors(size: int) -> int:
 
 
 def sector_memory(size: int) -> Tensor:
-    """Returns zeroed host memory, uint8 [size], that begins at a disk sector boundary, for direct I/O."""
+    """Returns zeroed host memory, uint8 [size], for direct I/O. Its address is a multiple of the disk sector (4,096
+    bytes).
+    """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
@@ -117,8 +119,8 @@ class BlocksUnderWay:
 
 
 class BlockFile:
-    """File of ``size`` bytes that is read and written as a whole. Hashes of its blocks, 1 MiB each, are stored in
-    memory to check reads.
+    """File of ``size`` bytes that is read and written as a whole. A hash of each block (1 MiB) is stored in memory to
+    check reads.
 
     Raises:
         EngineError: the file cannot be made, or the disk is full.
@@ -148,7 +150,7 @@ class BlockFile:
 
     def start_read(self, into: memoryview, threads: Executor, checked: bool = True) -> BlocksUnderWay:
         """Starts to read the whole file into the memory ``into`` on ``threads``, and returns a handle. ``checked``:
-        True to compare each block's hash with its last write.
+        True to check, by hashes, that each block is as last written.
         """
         jobs = self._blocks(into)
         return BlocksUnderWay([threads.submit(self._read_block, number, block, checked) for number, block in jobs])
@@ -165,10 +167,10 @@ class BlockFile:
     def read(self, into: memoryview, checked: bool = True) -> None:
         """Reads the whole file into the memory ``into``.
 
-        ``checked``: True to compare each block's hash with its last write.
+        ``checked``: True to check, by hashes, that each block is as last written.
 
         Raises:
-            EngineError: the disk fails, or a compared hash differs.
+            EngineError: the disk fails, or a checked block differs.
         """
         for number, block in self._blocks(into):
             self._read_block(number, block, checked)
@@ -272,7 +274,7 @@ class MomentBuffers:
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:
-        """Returns a free page, uint8 [size]. If none is free, waits for the oldest write, and raises its error."""
+        """Returns a free page, uint8 [size]. If none is free, waits for the oldest write; raises if it failed."""
         if not self._free:
             page, write = self._busy.popleft()
             write.result()

@@ -71,8 +71,8 @@ FoundMoment = tuple[Tensor, str, Tensor]
 
 
 class MomentPlace(NamedTuple):
-    """Byte position and dtype of the moment ``name`` of the optimizer tensor ``weights`` in the file of a bucket's
-    moments.
+    """Place of one moment in the file of a bucket: byte position ``start``, dtype, name of the moment, and the
+    optimizer tensor ``weights``.
     """
 
     weights: Tensor
@@ -166,7 +166,7 @@ class BucketFiles:
         return self.slots[self._fresh].start_write(page.numpy().data[: self.size], threads)
 
     def commit(self) -> None:
-        """Makes the file of the last ``start_write`` the one with valid moments. Call it after the write has ended."""
+        """Makes the slot (file) of the last ``start_write`` the valid one. Call it after the write has ended."""
         self.valid, self._version = self._fresh, self._mapped[self._fresh]._version
 
     def show(self, state: MomentState) -> None:

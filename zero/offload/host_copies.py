@@ -91,8 +91,8 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """Makes the device's current stream wait for the gradient reductions passed to ``follow``, not for their
-        copies. The host does not wait.
+        """Makes the device's current stream wait for the gradient reductions passed to ``follow``. Their copies may
+        still run. The host does not wait.
         """
         if self._reduced is not None:
             self._reduced.wait()

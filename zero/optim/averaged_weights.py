@@ -120,7 +120,7 @@ class AveragedWeights:
 
     @property
     def inside(self) -> bool:
-        """True between :meth:`enter` and :meth:`leave`, while the model contains the average."""
+        """True between :meth:`enter` and :meth:`leave`, while the model's parameters have the averaged values."""
         return self._before is not None
 
     @torch.no_grad()
@@ -146,11 +146,11 @@ class AveragedWeights:
         self._optimizer.refresh(self._buckets)
 
     def refuse(self, call: str) -> None:
-        """Raises if the model contains the average, unless the public method named ``call`` only reads weights for
-        evaluation or export.
+        """Raises between :meth:`enter` and :meth:`leave`, unless the public method named ``call`` only reads weights
+        for evaluation or export.
 
         Raises:
-            EngineError: the model contains the average.
+            EngineError: the model has its averaged weights now.
         """
         if self.inside and call not in _READERS:
             raise EngineError(

@@ -58,8 +58,8 @@ class FullShapes:
         return own if lines is None else lines.index(own)
 
     def lines(self, name: str, device: torch.device) -> Lines | None:
-        """Returns the positions of this rank's shard (by tensor and expert parallelism) in the full parameter ``name``;
-        None if the parameter is not sharded.
+        """Returns the indices of this rank's shard (by tensor and expert parallelism) along the sharded dim of the full
+        parameter ``name``; None if the parameter is not sharded.
         """
         row = self.rows[name]
         if not row.sharded:
@@ -125,8 +125,8 @@ class RoundedUpdates:
         """Writes ``values``, the fp32 results of update number ``step``, into the elements ``piece`` of ``target``
         (weights or a moment).
 
-        A bf16 ``target`` is rounded stochastically. ``kind`` selects the random bits: 0 for weights, above 0 for each
-        moment.
+        A bf16 ``target`` is rounded stochastically. ``kind`` selects the random bits: 0 for weights, 1 and up for
+        moments, in order of their names.
         """
         # Every (update, quantity, parameter) has a key of its own, so no two roundings share random bits.
         if target.dtype == torch.bfloat16:

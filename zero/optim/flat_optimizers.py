@@ -30,8 +30,8 @@ from engine.zero.optim.bf16_updates import RoundedUpdates
 
 
 class UpdatePiece(NamedTuple):
-    """Slice ``part`` of a flat optimizer tensor, with parameters that had no gradient in ``missed`` earlier steps.
-    Their step count is lower by ``missed``.
+    """Slice ``part`` of a flat optimizer tensor. ``missed``: number of earlier updates in which its parameters had no
+    gradient; it is subtracted from their step count.
     """
 
     part: slice
@@ -101,7 +101,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.state[weight] = dict(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group as torch does, but does not import torch.compile."""
+        """Adds a parameter group. Skips torch's wrapper of this method, which would import torch.compile."""
         unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @overload

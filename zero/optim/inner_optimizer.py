@@ -68,7 +68,7 @@ def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_own_step(*_: object) -> None:
-    """Raises EngineError if user code calls ``step`` of the engine's optimizer, because gradients are not reduced yet.
+    """Refuses a call of ``step`` on the engine's optimizer by user code, because gradients are not reduced yet.
 
     Raises:
         EngineError: always.

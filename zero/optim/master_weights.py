@@ -113,8 +113,8 @@ def full_weights(
 
 
 def sync_rounded(buckets: Sequence[FlatBucket]) -> None:
-    """Copies parameter elements that user code has written into the fp32 masters, for buckets with
-    ``rounds_in_gathers``.
+    """Updates the fp32 masters of parameter elements that user code has written, in buckets that a quantized all-gather
+    rounds.
     """
     for flat in filter(lambda each: each.rounds_in_gathers, buckets):
         sync_masters(flat)

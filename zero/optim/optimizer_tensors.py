@@ -58,12 +58,12 @@ class WholeUpdates(Protocol):
 
     @property
     def families(self) -> frozenset[str]:
-        """Names of the state tensors in shapes that differ from their parameter's, such as row means of Adafactor."""
+        """Names of the state tensors that do not have their parameter's shape, such as row means of Adafactor."""
 
     @property
     def by_owner(self) -> bool:
-        """True if one rank, the owner, stores each state tensor in a shape that differs from its parameter's. False if
-        every rank with a shard stores it.
+        """True if only one rank, the owner, stores a state tensor that does not have its parameter's shape. False if
+        every rank with a shard of the parameter stores it.
         """
 
     @property

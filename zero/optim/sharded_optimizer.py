@@ -182,8 +182,8 @@ class ShardedOptimizer:
             self.delayed.join()
 
     def end_delayed(self) -> None:
-        """Waits for the delayed update at the end of the engine, and copies this rank's new weights to the device.
-        Communicates nothing: the shards of other ranks stay one update old.
+        """Waits for the delayed update when the engine closes, and copies this rank's new weights to the device.
+        Communicates nothing: parameters from other ranks' shards do not get this update.
         """
         if self.delayed is None:
             return
@@ -300,7 +300,7 @@ class ShardedOptimizer:
     @torch.no_grad()
     def refresh(self, buckets: Sequence[FlatBucket]) -> None:
         """Copies the fp32 masters of ``buckets`` into the parameters of all data ranks, after code other than an update
-        has written to the masters. All-gathers over dp as an update does.
+        has written to the masters. All-gathers over dp at ZeRO 1 and 2, as an update does.
         """
         _wait([self._start_gather(flat, rounded=False) for flat in buckets])
         tell_autograd(buckets)

@@ -22,7 +22,7 @@ class ProductSums(Protocol):
     """
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """Returns the memory of the gradient sum of parameter ``name`` for in-place additions, with a flag that it
+        """Returns the memory of the gradient sum of parameter ``name`` for in-place additions, with a flag: True if it
         contains a sum already. Returns None if the backward must return a separate gradient tensor.
 
         ``node``: the parameter's autograd node; None: the product runs outside autograd.
@@ -48,7 +48,7 @@ class BucketGradient:
         """True between the first product of a backward and the parameter's node."""
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """Returns the parameter's slice of the bucket for in-place additions, with a flag that it contains a sum
+        """Returns the parameter's slice of the bucket for in-place additions, with a flag: True if it contains a sum
         already. Returns None if the backward must return a separate gradient tensor.
 
         ``node``: the parameter's autograd node; None: the product runs outside autograd.

@@ -38,8 +38,8 @@ Enter = Callable[[], AbstractContextManager[None] | None]
 
 
 class UserBackward:
-    """Detector of a ``loss.backward()`` that the user calls directly. It enters the engine's backward context until
-    that backward ends.
+    """Handler of a ``loss.backward()`` that the user calls directly: it enters the engine's backward context, and exits
+    it when this backward ends.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class GradientGuard:
         self._drop = weakref.WeakMethod(drop)
 
     def take_zero_grad(self, model: nn.Module) -> Callable[[], None]:
-        """Patches ``model.zero_grad`` to discard the engine's gradients too. Returns a function that undoes it."""
+        """Patches ``model.zero_grad`` to discard the engine's gradients too. Returns a function to undo this patch."""
 
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
             drop = self._drop() if self._drop is not None else None

@@ -60,8 +60,8 @@ class GradientHooks:
     name, gradient) and then clear ``param.grad``.
 
     ``products``: parameter name -> gradient to which matrix products add in place. ``start``: callback for a gradient
-    outside of :meth:`backward`; it may enter that context. Otherwise the gradient stays in ``param.grad``; with
-    ``warns`` this is logged once.
+    outside of :meth:`backward`; it may enter that context. If it does not, the gradient stays in ``param.grad``.
+    ``warns``: True to log this once.
     """
 
     def __init__(
@@ -223,10 +223,10 @@ class Reducer(Protocol):
     """
 
     def backward(self, which: Backward) -> AbstractContextManager[None]:
-        """Returns a context for the backward that ``which`` describes; its gradients are added to the buckets."""
+        """Returns a context for the backward ``which``. Gradients computed inside are added to the buckets."""
 
     def take(self, name: str, grad: Tensor) -> None:
-        """Adds ``grad``, a gradient of parameter ``name`` from outside autograd, within an open backward context."""
+        """Adds ``grad``, computed outside autograd, to the gradient sum of ``name``, in an open backward context."""
 
     def expect(self, backwards: int) -> None:
         """Sets the number of backwards of each stage in this step, if it differs from the usual number. All data ranks
@@ -241,7 +241,7 @@ class Reducer(Protocol):
 
     def keep(self) -> None:
         """Saves the reduced gradients after :meth:`finish`, for further backwards of the same step. The next ``finish``
-        adds them.
+        adds them to its result.
         """
 
     @property
@@ -372,8 +372,8 @@ class SharedReduction:
         self.complete(name)
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """Returns the memory of the gradient sum of parameter ``name``, to which a matrix product may add in place.
-        Returns None if the backward must return a gradient tensor instead.
+        """Returns the gradient sum of parameter ``name`` for in-place additions, with a flag: True if it contains a sum
+        already. Returns None if the backward must return a separate gradient tensor.
 
         ``node``: autograd node of the parameter, or None outside autograd.
         """

@@ -44,7 +44,8 @@ class ReplicaCheck:
     @torch.no_grad()
     def run(self, sent: Tally) -> PlanError | None:
         """Compares the reduced gradients of replicated parameters across tensor ranks. Returns an error about the first
-        difference, the same on all tensor ranks; None if there is none, or if a gradient is not finite.
+        parameter that differs, the same error on all tensor ranks; None if all are equal, or if a gradient is not
+        finite.
 
         Sends one all-reduce over the sharding axis and one all-gather over tp, label "plan check", each with 8 bytes
         per parameter and 8 extra bytes; counts them in ``sent``. Every rank of a stage must call it.

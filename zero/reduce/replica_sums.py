@@ -58,7 +58,7 @@ def summed_over_replicas(
     inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire
 ) -> tuple[Pending, ReplicaSum]:
     """Prepares the sum of ``shard`` over ``axis`` after ``inside``, the reduction within the shard group. Sends
-    nothing.
+    nothing. ``on_wire``: converts ``shard`` for the all-reduce.
 
     Returns (handle, :class:`ReplicaSum`). The handle's wait completes the reduction and the all-reduce over ``axis``.
     :meth:`ReplicaSum.cross` starts the all-reduce earlier.

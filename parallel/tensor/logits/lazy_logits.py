@@ -101,7 +101,7 @@ class LazyLogits:
 
 
 def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
-    """Returns a function that applies the head of the lazy logits ``hidden`` to their hidden states, with gradients.
+    """Returns a function that computes lazy logits, with gradients, from the hidden states and the head in ``hidden``.
 
     Raises:
         EngineError: raised by the returned function, if the head or the hidden states have changed or ZeRO has freed

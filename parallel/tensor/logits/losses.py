@@ -193,7 +193,7 @@ def _finish(
 
 
 class OverAxis:
-    """All-reduces of per-token terms over the tensor axis ``axis``, with the label "loss"."""
+    """Reducer of per-token loss terms over the tensor ranks of ``axis``, by all-reduces with the label "loss"."""
 
     def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis

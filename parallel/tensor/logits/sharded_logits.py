@@ -75,7 +75,7 @@ class ShardedLogits(Tensor):
         return _wait(LazyLogits(hidden, computed, arrivals=arrivals))
 
     def when_differentiated(self, hook: Callable[[Tensor], None]) -> None:
-        """Calls ``hook`` at the start of each backward through these logits, lazy or computed."""
+        """Calls ``hook(gradient)`` when a gradient of these logits, lazy or computed, arrives in a backward."""
         self.register_hook(hook)  # type: ignore[no-untyped-call]
         if self._waiting is not None:
             self._waiting.arrivals.append(hook)

@@ -20,11 +20,11 @@ def token_values(
     and ``names``) to a tensor [B, S] in fp32, or bool for "is_top1".
 
     Args:
-        logits_BSV: logits [B, S, V], plain or sharded over axis tp; sharded logits take collectives with the label
+        logits_BSV: logits [B, S, V], plain, or sharded over axis tp and then reduced by collectives with the label
             "loss".
         labels_BS: int64 [B, S], from 0 to V - 1.
-        names: "entropy" (with gradients), and without gradients "log_sum_sq_probs" (log of the sum of squared
-            probabilities), "mean_logits" and "is_top1" (True if the label has the largest logit).
+        names: any of "entropy", "log_sum_sq_probs" (log of the sum of squared probabilities), "mean_logits" and
+            "is_top1" (True if the label has the largest logit). Among them, only "entropy" has gradients.
         temperature: the divisor of the logits.
     """
     scaled_BSV = logits_BSV.float()

@@ -80,7 +80,7 @@ class Pieced:
         return Route(self.axis, self.label, pieces if self.pieces is None or self.axis.dry else self.pieces)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Returns ``weight`` as a view [I, O] (inputs, outputs)."""
+        """Returns ``weight`` as a view [I, O] (inputs, outputs): the transpose unless ``transposed`` is True."""
         return weight if self.transposed else weight.t()
 
     def back(self, weight: Tensor, dy: Tensor) -> Tensor:
@@ -101,11 +101,11 @@ def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
 
 
 def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Pieced) -> tuple[Tensor, Tensor | None]:
-    """Gathers ``x`` [.., S/T, I] over the T ranks of "tp" in chunks while it multiplies. Returns (x W' + b [.., S, O],
-    gathered x [.., S, I]).
+    """Gathers ``x`` [.., S/T, I] over the T ranks of "tp" in chunks, and multiplies each chunk while the next arrives.
+    Returns (x W' + b [.., S, O], gathered x [.., S, I]).
 
-    With ``pieced.regather``, None replaces the gathered x. Backward reduce-scatters the gradient of the gathered x,
-    from both results.
+    With ``pieced.regather``, None replaces the gathered x. Backward reduce-scatters the gradient of the gathered x, to
+    which both results contribute.
 
     Raises:
         EngineError: ``pieced.pieces`` does not divide the rows.

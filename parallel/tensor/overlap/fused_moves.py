@@ -110,8 +110,8 @@ def scatter_in_kernel(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
     """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds ``plus`` and reduce-scatters the
-    product, in communicating kernels. Returns a function that waits for this rank's rows and returns them. ``route``:
-    axis and label of the communication.
+    product, in communicating kernels. Returns a function that waits for this rank's rows and returns them in ``dtype``.
+    ``route``: axis and label of the communication.
 
     Falls back to collectives for products that the kernels do not support.
     """
@@ -146,7 +146,7 @@ def scatter_in_kernel(
 
 
 def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns ``result`` reshaped to ``shape``, sharing its memory. In-place writes are allowed."""
+    """Returns ``result`` in ``shape``, over the same memory. Autograd sees no view and allows in-place writes."""
     found: Tensor = torch.ops.aten._unsafe_view(result, shape)
     return found
 
@@ -216,7 +216,8 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
 
 
 def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Tensor:
-    """Returns the arrival signals for the tiles of one sequence, int32 [tiles], all equal to ``epoch``.
+    """Returns the arrival signals for the tiles of one sequence, int32 [tiles], all equal to ``epoch``, the number of
+    this call.
 
     The tensor must stay allocated until the copies of :func:`leave_rows` have ended.
     """

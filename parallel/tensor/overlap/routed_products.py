@@ -48,8 +48,8 @@ def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tens
     ``tokens`` are sorted by expert; the result is sorted by expert, then by source rank.
 
     Raises:
-        EngineError: the rows do not fit the memory of ``route`` or the kernels (on all ranks), or a rank did not make
-            this call.
+        EngineError: the rows do not fit the memory of ``route`` or the kernels (raised on all ranks), or a rank did not
+            make this call.
     """
     _check(tokens, weight, route.rows.own)
     _check_room(tokens, weight, route)

@@ -47,10 +47,10 @@ class _Target(NamedTuple):
 def cut_model(
     model: nn.Module, styles: Mapping[str, Style], tp: int, source: str, sequence: bool = False
 ) -> TensorPlan:
-    """Returns the plan that shards ``model`` over ``tp`` tensor ranks by ``styles``: name of a module or parameter (the
-    first of several) -> style.
+    """Returns the plan that shards ``model`` over ``tp`` tensor ranks by ``styles``.
 
-    ``source``: origin of the styles, for the startup banner. ``sequence``: True for sequence parallelism.
+    ``styles``: name of a module or parameter -> style; the first name if it has several. ``source``: origin of the
+    styles, for the startup banner. ``sequence``: True for sequence parallelism.
 
     Raises:
         PlanError: a style does not suit its module, or the model does not fit ``tp``.

@@ -87,7 +87,7 @@ class FlatMuon(FlatMatrixOptimizer):
 
 class FlatSOAP(FlatMatrixOptimizer):
     """SOAP. The update of a matrix needs its whole gradient, and state of the whole matrix, such as preconditioners.
-    Shards have no state.
+    For shards, :class:`MatrixUpdates` stores this state.
     """
 
     families = SOAP_STATE
@@ -98,8 +98,8 @@ class FlatSOAP(FlatMatrixOptimizer):
 
 
 class FlatShampoo(FlatMatrixOptimizer):
-    """Shampoo. The update of a matrix needs its whole gradient, and preconditioners of the whole matrix. Shards have no
-    state.
+    """Shampoo. The update of a matrix needs its whole gradient, and preconditioners of the whole matrix. For shards,
+    :class:`MatrixUpdates` stores this state.
     """
 
     families = SHAMPOO_STATE

@@ -38,7 +38,9 @@ def declares_whole(given: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnWholeRule:
-    """Update rule that runs one step of the user's own optimizer on a whole parameter with its group's options."""
+    """Update rule that runs one step of the user's own optimizer on one whole parameter. ``options``: options of its
+    parameter group.
+    """
 
     make: OptimizerFactory
     options: Mapping[str, Any] = field(default_factory=dict)

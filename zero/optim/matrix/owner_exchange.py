@@ -34,8 +34,8 @@ Arrived = TypeVar("Arrived")
 
 @dataclass(frozen=True)
 class OwnerRoute:
-    """Route of matrix shards between the ranks along ``axis``: the owner rank of each matrix, and its number of
-    elements on each rank.
+    """Route of matrix shards between the ranks along ``axis``: for each matrix, its owner rank and its number of
+    elements on every rank.
     """
 
     axis: Axis
@@ -54,7 +54,7 @@ class OwnerRoute:
 
     @cached_property
     def message(self) -> int:
-        """Number of elements to which each message between two ranks is padded: the size of the largest. 0 if nothing
+        """Number of elements of the largest message between two ranks, to which all messages are padded. 0 if nothing
         is sent.
         """
         places = range(len(self.members))
@@ -183,7 +183,7 @@ class OwnerExchange:
 
     def gather(self, pieces: Mapping[str, Tensor], blank: Tensor) -> Arriving[dict[str, list[Tensor]]]:
         """Starts the all-to-all that sends this rank's piece (shard) of every matrix to its owner rank. The handle's
-        result is a dict from each matrix that this rank owns to its flat pieces from all ranks, in order.
+        result is a dict from each matrix that this rank owns to its flat pieces from all ranks, in order of rank.
 
         ``pieces``: matrix name -> this rank's piece. ``blank``: empty tensor with the dtype and device of the pieces.
         """
@@ -207,8 +207,8 @@ class OwnerExchange:
         """Starts the all-to-all that sends updated matrices back from their owners. The handle's result is a dict from
         matrix name to this rank's flat piece.
 
-        ``results``: each matrix that this rank owns -> its pieces for all ranks, in order. ``blank``: empty tensor with
-        the dtype and device of the pieces.
+        ``results``: each matrix that this rank owns -> its pieces for all ranks, in order of rank. ``blank``: empty
+        tensor with the dtype and device of the pieces.
         """
         places, mine = range(len(self._route.members)), self._route.owned(self._here)
         pending, received = self._swap([[results[name][place] for name in mine] for place in places], blank)

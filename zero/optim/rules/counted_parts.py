@@ -87,7 +87,7 @@ def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
     """Yields one item for each parameter with elements in an optimizer tensor of ``places``. Skips tensors that are not
-    in ``due``. Each item selects the elements that this rank adds to sums.
+    in ``due``. Each item selects the elements that this rank adds to sums over the parameter.
     """
     rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}

@@ -40,8 +40,8 @@ def kept_encoded(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> bool:
 
 
 def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-    """Encodes the moments in ``state``, a changed result of ``element_state``, and stores them in the optimizer.
-    Ignores moments that are not encoded: they are live tensors.
+    """Stores the moments in ``state``, a changed result of ``element_state``, in the optimizer, if it stores them
+    encoded. Does nothing for others: they are the optimizer's own tensors.
     """
     inner = optimizer.inner
     for parameter, values in state.items():
@@ -60,8 +60,8 @@ def opened_state(optimizer: ShardedOptimizer) -> Iterator[ElementState]:
 
 
 def state_names(optimizer: ShardedOptimizer) -> list[str]:
-    """Returns the sorted names of the optimizer's moments on this rank, such as "exp_avg". Several combined optimizers
-    return the moments of each.
+    """Returns the sorted names of the optimizer's moments on this rank, such as "exp_avg". For several combined
+    optimizers, includes the moments of each.
     """
     if optimizer.delayed is not None:
         optimizer.delayed.join()

@@ -55,8 +55,8 @@ class FlatLayerwise(FlatOptimizer):
         raise NotImplementedError
 
     def moments(self, weight: Tensor, group: Mapping[str, Any]) -> Moments:
-        """Returns the moments of ``weight``, in its shape, in the order of ``moment_names`` of the update rule of
-        ``group``. Missing moments are made as zeros.
+        """Returns the moments of ``weight``, in its shape, ordered as ``moment_names`` of the group's update rule.
+        Missing moments are made as zeros.
         """
         return [self._moments([weight], name)[0] for name in self.rule(group).moment_names]
 

@@ -17,8 +17,8 @@ ITERATE, SQUARES = "z", "exp_avg_sq"
 
 
 class FlatScheduleFreeAdamW(FlatOptimizer):
-    """Schedule-free AdamW (Defazio et al. 2024) over flat tensors. The weights are y. The state has the iterate z and a
-    mean square for each weight.
+    """Schedule-free AdamW (Defazio et al. 2024) over flat tensors. The weights are y, where gradients are computed. The
+    state has the iterate z and a mean square for each weight.
     """
 
     counted = ("step", "lr_max", "weight_sum")
@@ -33,8 +33,8 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
         return (SQUARES, ITERATE)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Increments the step count of the parameter group ``group``, and sets the weight of this update in the average
-        x.
+        """Increments the step count of the parameter group ``group``. Sets ``group["newest"]``, this update's share of
+        the averaged weights.
         """
         count(group)
 
