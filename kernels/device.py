@@ -152,7 +152,7 @@ def device_generator(device: torch.device) -> torch.Generator | None:
 def host_words(count: int, device: torch.device) -> torch.Tensor:
     """Returns ``count`` int32 zeros in host memory.
 
-    The memory is page-locked if ``device`` is an accelerator, so that its kernels can read the numbers.
+    The memory is page-locked if ``device`` is an accelerator, so that kernels on ``device`` can read the numbers.
     """
     return torch.zeros(count, dtype=torch.int32, pin_memory=_is_accelerator(device))
 
@@ -209,10 +209,10 @@ def triton_target(capability: tuple[int, int]) -> Any:
 
 
 def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Makes the current stream of ``device`` wait for ``event``, and lets it use ``tensors`` of another stream.
+    """Makes the current stream of ``device`` wait for ``event``.
 
-    The memory of ``tensors`` is not reused before this stream's work on them has ended. With an ``event``
-    of None the function has no effect.
+    ``tensors``: tensors of another stream that the current stream will use. Their memory is not reused before this
+    work has ended. With an ``event`` of None the function has no effect.
     """
     if event is None:
         return

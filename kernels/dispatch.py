@@ -62,7 +62,10 @@ class MainGradient(Protocol):
         """
 
     def end(self, node: Any | None) -> None:
-        """Ends the addition that :meth:`begin` has started; call it after the launch of the kernel that adds."""
+        """Ends the addition that :meth:`begin` has started; call it after the launch of the kernel that adds.
+
+        ``node``: as for :meth:`begin`.
+        """
 
 
 class MainGradients:
@@ -107,7 +110,7 @@ def is_executed(node: Any) -> bool:
 def open_sum(main: MainGradient | None, node: Any | None) -> OpenSum | None:
     """Returns the gradient sum for an addition in place by the running backward.
 
-    None, for example without ``main`` or with ``create_graph``: the backward must return its gradient to autograd.
+    None if it is not available or ``main`` is None: the backward must return its gradient to autograd.
     ``node``: as for :meth:`MainGradient.begin`.
     """
     if main is None or torch.is_grad_enabled() or (node is not None and not is_executed(node)):
@@ -122,10 +125,10 @@ NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 @dataclass(frozen=True, slots=True)
 class TunedChoice:
-    """Row of ``tuned.json``: the faster implementation, Triton or PyTorch, of an operator on rows of ``width``
+    """Entry of ``tuned.json``: the faster implementation, Triton or PyTorch, of an operator on rows of ``width``
     elements.
 
-    It also applies to longer rows, up to the ``width`` of the next row with the same operator, device and dtype.
+    It also applies to longer rows, up to the ``width`` of the next entry with the same operator, device and dtype.
     """
 
     operator: str
@@ -134,7 +137,7 @@ class TunedChoice:
     dtype: str
     """Glob pattern for the dtype name."""
     width: int
-    """Smallest width of the row's range: elements of a row, or inputs of a matrix product."""
+    """Smallest width of the entry's range: elements of a row, or inputs of a matrix product."""
     triton: bool
     speedup: float | None = None
     """Measured time of PyTorch over the time of Triton; None for an estimate from the moved bytes."""
@@ -152,9 +155,9 @@ def shipped_choices() -> tuple[TunedChoice, ...]:
 
 
 def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: str, width: int) -> TunedChoice | None:
-    """Returns the row for ``operator`` on rows of ``width`` elements; None if there is none.
+    """Returns the entry in ``rows`` for ``operator`` on tensor rows of ``width`` elements; None if there is none.
 
-    Rows for ``device`` override rows for "*", any GPU. The row with the largest width up to ``width`` applies.
+    Entries for ``device`` override entries for "*", any GPU. The entry with the largest width up to ``width`` applies.
     """
     held = [
         row

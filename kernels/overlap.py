@@ -91,7 +91,7 @@ class OverlapChoices:
     def find(self, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> OverlapChoice | None:
         """Returns the row for ``operation`` on a product of ``sizes`` in ``dtype``; None if there is none.
 
-        The row with the most rows up to ``sizes.rows`` applies.
+        If several rows apply, it is the one with the largest ``rows`` up to ``sizes.rows``.
         """
         product = (sizes.columns, sizes.depth)
         held = [
@@ -251,17 +251,18 @@ class ExpertRows:
         """Divides this rank's rows into tiles of at most ``height`` rows for one expert.
 
         Returns a table on the host, int32 [n, 6]. Its columns are peer rank, tile number for this peer, expert, first
-        row in the message, number of rows, and first row on this rank.
+        row in the peer's message, number of rows, and first row on this rank.
 
-        ``sends`` True: in the order of sending; False: in the order in which results come back.
+        ``sends`` True: the tiles are in the order of sending; False: in the order in which results come back.
         """
         starts = (self.sent.flatten().cumsum(0) - self.sent.flatten()).view_as(self.sent)
         return self._tiles(self.sent, starts, height, sends)
 
     def owner_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Divides the rows for this rank's experts into tiles; returns a table like :meth:`source_tiles`, int32 [n, 6].
+        """Divides the rows for this rank's experts into tiles of at most ``height`` rows.
 
-        ``sends`` True: in the order in which results are sent back; False: in the order in which rows are received.
+        Returns a table like :meth:`source_tiles`, int32 [n, 6]. ``sends`` True: the tiles are in the order of sending
+        results back; False: in the order of receiving rows.
         """
         return self._tiles(self.received, self._starts(), height, sends)
 
@@ -282,8 +283,9 @@ class ExpertRows:
         return [torch.cat(pieces[rank :: self.ranks]) for rank in range(self.ranks)]
 
     def to_owners(self, tokens: Tensor) -> list[Tensor]:
-        """Splits this rank's ``tokens`` [T, ..], sorted by expert, by the rank of the expert; returns one tensor per
-        rank.
+        """Splits this rank's ``tokens`` [T, ..] by the rank of their experts; returns one tensor per rank.
+
+        ``tokens`` is sorted by expert.
         """
         return list(torch.split(tokens, self.sent.sum(1).tolist()))
 

@@ -92,7 +92,7 @@ def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, t
 def save_last(eng: engine.Engine, before: int) -> None:
     """Starts a checkpoint after the last step, unless it was saved already. All ranks must call it.
 
-    ``before``: number of steps before this start; without new steps nothing is saved.
+    ``before``: number of steps when this process started; without new steps nothing is saved.
     """
     every = eng.config.checkpoint.every
     if eng.step_count > before and (not every or eng.step_count % every):

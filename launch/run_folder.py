@@ -90,7 +90,7 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
 def go_on(options: Namespace, made: int) -> list[str]:
     """Removes log rows after step ``made``, the step of the loaded checkpoint; returns messages.
 
-    They are about removed rows and a run without steps left. A log outside the run folder is left unchanged.
+    The messages say that rows were removed, or that no steps are left. A log outside the run folder is left unchanged.
     """
     lines = []
     if cut := _trim(options.out / METRICS, made):

@@ -41,7 +41,7 @@ def add_watch_options(command: ArgumentParser) -> None:
 def show_ranks(options: Namespace) -> None:
     """Prints a table with the state of each rank, from the watchdog's report in ``options.folder``.
 
-    Without a folder, it is from the watchdog's records on this host.
+    Without a folder, the table shows the watchdog's records on this host.
 
     Raises:
         EngineError: the folder contains no report, or a damaged one.

@@ -113,7 +113,10 @@ class BlockFormat:
         return -(-elements // self.block) * self.block
 
     def message_bytes(self, elements: int) -> int:
-        """Returns the size in bytes of the codes and scales of ``elements`` numbers, a multiple of ``block``."""
+        """Returns the size in bytes of the codes and scales of ``elements`` numbers.
+
+        ``elements`` is a multiple of ``block``.
+        """
         return self.code_bytes(elements) + elements // self.block * _SCALE_BYTES
 
     def elements(self, message_bytes: int) -> int:

@@ -81,7 +81,7 @@ class QuantizedShape:
 
     @property
     def rows(self) -> int:
-        """Number of rows: the product of all leading dims."""
+        """Number of rows: the product of all dims of ``shape`` except the last."""
         return math.prod(self.shape[:-1])
 
     @property
@@ -91,7 +91,7 @@ class QuantizedShape:
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Blocks of columns in this shard: pairs (index of the block in a full row, number of columns in the shard)."""
+        """Blocks of columns in this shard: pairs (index of the block in a full row, number of its columns here)."""
         block, found = self.format.block, []
         for start, stop in self.runs or ((0, self.shape[-1]),):
             for number in range(start // block, -(-stop // block)):

@@ -81,6 +81,7 @@ def adamw_kernel(
     """Updates BLOCK elements of ``weights`` by Adam or AdamW in place, unless the number at ``go`` is 0.
 
     NARROW: also writes ``narrow``, the weights in the compute dtype. ROUNDED: rounds bf16 weights stochastically.
+    Scalars: as :func:`adamw` computes them.
     """
     if tl.load(go) != 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -211,7 +212,8 @@ def adamw_8bit_kernel(
 ):  # fmt: skip
     """Makes an AdamW update, in place, of ROWS blocks of BLOCK elements with 8-bit moments.
 
-    It decodes the moments, updates moments and weights in fp32, and encodes the new moments.
+    It decodes the moments, updates moments and weights in fp32, and encodes the new moments. Scalars: as
+    :func:`adamw_8bit` computes them.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

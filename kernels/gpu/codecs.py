@@ -62,7 +62,8 @@ def scale_of(peak, LARGEST: tl.constexpr):
 def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEEDBACK: tl.constexpr):
     """Returns the int32 codes of the numbers ``x``: ``x`` divided by ``scale`` and rounded.
 
-    The code of a number that is not finite is -LARGEST - 1. FEEDBACK: writes the rounding errors to ``residual``.
+    The code of a number that is not finite is -LARGEST - 1. FEEDBACK: writes the rounding errors to ``residual`` at
+    ``place``, where ``inside`` is True.
     """
     finite = is_number(x)
     known = tl.where(finite, x, 0.0)
@@ -166,7 +167,7 @@ def sum_kernel(
 ):  # fmt: skip
     """Decodes the same ROWS blocks of all ``messages`` messages, and writes their sums in fp32 to ``out``.
 
-    ``scales_at``: index of the first scale in a message, in fp32 elements.
+    ``blocks``: number of blocks in one message. ``scales_at``: index of the message's first scale, in fp32 elements.
     """
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BLOCK * BITS // 8

@@ -30,11 +30,11 @@ def statistics_kernel(
     logits, target, weight, largest, total, picked, weighted, stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the softmax statistics of one row of logits, and writes each to an element of its tensor.
+    """Computes the softmax statistics of one row of logits: one element of each output tensor.
 
     ``largest`` is the maximum, and ``total`` the sum of exp(logit - maximum). With TARGET, ``picked`` is the logit at
-    ``target``. With WEIGHTED, ``weighted`` is the weighted sum of (logit - maximum). ``start``: index of the first
-    column in the full vocabulary.
+    ``target``. With WEIGHTED, ``weighted`` is the sum of (logit - maximum), each times ``weight`` with WEIGHT.
+    ``start``: index of the first column in the full vocabulary.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
@@ -76,8 +76,8 @@ def gradient_kernel(
 ):  # fmt: skip
     """Writes the gradient of one row of logits to ``out``, which may be the memory of ``logits``.
 
-    ``d_log_sum``, ``d_picked`` and ``d_weighted`` are the loss gradients of ``log_sum``, target logit and weighted
-    logit sum.
+    ``log_sum``: log of the sum of exp(logit - ``largest``). ``d_log_sum``, ``d_picked``, ``d_weighted``: loss gradients
+    of ``log_sum``, target logit and weighted logit sum.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
@@ -134,7 +134,7 @@ class Asked(NamedTuple):
 
 
 class SlopeBuffers(NamedTuple):
-    """Loss gradients of log-sum, target logit and weighted logit sum of N rows, fp32 [N] each; None: unused."""
+    """Loss gradients of log-sum-exp, target logit and weighted logit sum of N rows, fp32 [N] each; None: unused."""
 
     log_sum: Tensor
     picked: Tensor | None

@@ -33,10 +33,10 @@ def load_tile(
     source, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Returns the tile [BR, BC] at (``row``, ``column``) of the contiguous matrix ``source`` [rows, columns].
+    """Returns the tile [BR, BC] that starts at element (``row``, ``column``) of the matrix ``source`` [rows, columns].
 
-    Elements outside of the matrix are 0. TRANSPOSED: returns the tile as [BC, BR]. DESCRIBED: ``source`` is a tensor
-    descriptor.
+    ``source`` is contiguous. Elements outside of it are 0. TRANSPOSED: returns the tile as [BC, BR]. DESCRIBED:
+    ``source`` is a tensor descriptor.
     """
     if DESCRIBED:
         values = source.load([row, column])
@@ -61,9 +61,9 @@ def load_tile(
 def store_tile(
     target, values, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, DESCRIBED: tl.constexpr
 ):  # fmt: skip
-    """Stores the fp32 tile ``values`` [BR, BC] at (``row``, ``column``) of the contiguous ``target`` [rows, columns].
+    """Stores the fp32 tile ``values`` [BR, BC] in ``target`` [rows, columns], from element (``row``, ``column``) on.
 
-    DESCRIBED: ``target`` is a tensor descriptor, not a pointer.
+    ``target`` is contiguous. DESCRIBED: it is a tensor descriptor, not a pointer.
     """
     if DESCRIBED:
         target.store([row, column], values.to(target.dtype))
@@ -79,7 +79,7 @@ def store_tile(
 def tile_place(tile, rows, columns, GROUP: tl.constexpr):
     """Returns the position (row, column) of tile number ``tile`` in a grid of ``rows`` x ``columns`` tiles.
 
-    The tiles are numbered in groups of GROUP rows, column by column.
+    The tiles are numbered in groups of GROUP rows; in a group, column by column.
     """
     size = GROUP * columns
     first = tile // size * GROUP
@@ -94,7 +94,8 @@ def tile_product(
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Returns the tile [BM, BN] at (``row``, ``column``) of the product op(a) op(b) [M, N], in fp32.
+    """Returns the tile [BM, BN] that starts at element (``row``, ``column``) of the product op(a) op(b) [M, N], in
+    fp32.
 
     op transposes an operand with A_TRANSPOSED or B_TRANSPOSED. DESCRIBED: ``a`` and ``b`` are tensor descriptors.
     """
@@ -120,7 +121,8 @@ def tile_finish(
 ):  # fmt: skip
     """Stores f(sums + bias) + residual in ``out`` [M, N], for a tile ``sums`` [BM, BN] of a matrix product.
 
-    ACTIVATION names the activation f. KEEPS: also stores ``sums`` in ``kept``, plus the bias if f is relu.
+    The tile starts at element (``row``, ``column``). ACTIVATION names the activation f. KEEPS: also stores ``sums``
+    (plus the bias if f is relu) in ``kept``.
     """
     if KEEPS and ACTIVATION != "relu":
         store_tile(kept, sums, row, column, M, N, BM, BN, DESCRIBED)
@@ -223,6 +225,7 @@ def launch_matmul(
 
     Args:
         out_MN: tensor for the first result; None: a new one.
+        tile: launch shape; None: the default.
         tf32: fp32 operands are multiplied as TF32; None: as torch is set.
     """
     a, a_transposed = as_it_lies(a_MK)

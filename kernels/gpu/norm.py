@@ -74,7 +74,8 @@ def norm_backward_kernel(
     ``dy``.
 
     With RESIDUAL, it adds ``dstream``, the gradient of x + residual, to ``dx``. With WEIGHT and BIAS, it also writes
-    gradients, summed over the program's rows, to one row of ``dweight`` and ``dbias`` [programs, width].
+    the gradients of weight and bias, summed over the program's rows, to one row of ``dweight`` and ``dbias`` [programs,
+    width].
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -70,7 +70,7 @@ class Softmax(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Loss gradients of log-sum, target logit and weighted logit sum of N rows, [N] each; None: no gradient."""
+    """Loss gradients of log-sum-exp, target logit and weighted logit sum of N rows, [N] each; None: no gradient."""
 
     log_sum: Tensor | None
     picked: Tensor | None = None
@@ -114,7 +114,7 @@ def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Stat
 def join_softmax_terms(
     found: Statistics, question: Question, width: int, exchange: Exchange | None, known: Softmax | None = None
 ) -> tuple[Softmax, Tensor | None, Tensor | None]:
-    """Combines ``found``, the softmax statistics over this rank's columns, with other ranks' to all columns.
+    """Converts ``found``, the softmax statistics over this rank's columns, to statistics over all ranks' columns.
 
     It all-reduces one maximum and one sum; with ``known`` only the sum.
 
@@ -225,7 +225,7 @@ def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, 
 
 
 def uses_triton(operator: str, logits: Tensor, width: int, kernels: Kernels) -> bool:
-    """Returns True if ``operator`` runs in Triton on rows of ``width`` logits."""
+    """Returns True if ``operator`` runs in Triton on ``logits``, with rows of ``width`` elements."""
     return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.triton(operator, logits, width)
 
 
@@ -301,10 +301,9 @@ class CrossEntropy:
     reduction: Reduction = "mean"
 
     def slopes(self, slope_N: Tensor, vocabulary: int) -> Slopes:
-        """Returns loss gradients of log-sum, target logit and weighted logit sum, from ``slope_N``, the gradient of the
-        loss of each row.
+        """Returns the loss gradients of log-sum-exp, target logit and weighted logit sum of each row.
 
-        ``vocabulary``: number of classes on all ranks.
+        ``slope_N``: gradient of each row's loss. ``vocabulary``: number of classes on all ranks.
         """
         smoothing = self.label_smoothing
         weighted_N = slope_N * (-smoothing / vocabulary) if smoothing else None

@@ -73,7 +73,7 @@ class Head(NamedTuple):
 
 
 class Conditions(NamedTuple):
-    """Arguments of :func:`linear_terms` that get no gradients, such as all-reduces."""
+    """Settings of :func:`linear_terms`: choice between Triton and PyTorch, all-reduces, and known softmax."""
 
     kernels: Kernels
     exchange: Exchange | None = None
@@ -98,7 +98,7 @@ def chunk_tokens(tokens: int, width: int, columns: int) -> int:
     """Returns the number of tokens per chunk, a power of two, for a loss that is computed chunk by chunk.
 
     ``width``: size of a hidden state. ``columns``: number of logits per token. A chunk's logits have at least as many
-    elements as all hidden states.
+    elements as the hidden states of all ``tokens``.
     """
     quarter = min(tokens // 4, FAST_CHUNK)
     wanted = max(-(-tokens * width // max(columns, 1)), width // 2, quarter, LEAST_CHUNK)

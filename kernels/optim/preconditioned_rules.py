@@ -74,7 +74,7 @@ class ShampooRule:
     def cost(self, shape: tuple[int, ...]) -> int:
         """Returns the average number of multiplications for one update of a matrix of ``shape``.
 
-        An eigendecomposition per side counts once in ``precondition_frequency`` updates.
+        The cost of eigendecompositions is divided by ``precondition_frequency``.
         """
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_preconditioner_dim]
@@ -181,7 +181,7 @@ class SoapRule:
     def cost(self, shape: tuple[int, ...]) -> int:
         """Returns the average number of multiplications for one update of a matrix of ``shape``.
 
-        A new eigenbasis per side counts once in ``precondition_frequency`` updates.
+        The cost of new eigenbases is divided by ``precondition_frequency``.
         """
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_precond_dim]

@@ -75,7 +75,7 @@ class AdamRule:
     """True if both moments are corrected for their start at zero."""
 
     def age(self, step: int) -> int:
-        """Returns the step number for the bias correction: ``step``, or a very large number without correction."""
+        """Returns the step number for Adam's bias correction: ``step``, or a very large number if it is off."""
         return step if self.bias_correction else _UNBIASED
 
 
@@ -175,7 +175,7 @@ class ScheduleFreeRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "ScheduleFreeRule":
-        """Returns the rule with the options in ``group``; :func:`count` must have counted the update before."""
+        """Returns the rule with the options in ``group``; call :func:`count` for the update first."""
         lr, newest = group["scheduled_lr"], group["newest"]
         return cls(lr, tuple(group["betas"]), group["eps"], group["weight_decay"], newest)
 
@@ -371,7 +371,7 @@ class AdafactorRule:
         return cls(float(group["lr"]), group["beta2_decay"], eps, least, group["d"], group["weight_decay"])
 
     def newest(self, step: int) -> float:
-        """Returns the weight of update ``step`` (from 1) in the running means."""
+        """Returns the weight of update ``step`` (from 1) in the running means of squared gradients."""
         return float(step**self.beta2_decay)
 
     def rate(self, step: int) -> float:
@@ -384,7 +384,7 @@ class AdafactorRule:
 
 
 def mean_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns names and shapes of Adafactor's running means for a parameter of ``shape``.
+    """Returns names and shapes of Adafactor's running means of squared gradients for a parameter of ``shape``.
 
     They are per row and per column of a matrix, or per element of a vector.
     """
@@ -421,7 +421,7 @@ class MatrixPiece:
         return torch.arange(self.lines.start, self.lines.stop, device=device) // self.shape[-2]
 
     def add_squares(self, squares_n: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Adds ``squares_n``, the squared gradients of this piece, to ``sums`` in place.
+        """Adds ``squares_n``, the squared gradients of this piece, to the row and column sums ``sums`` in place.
 
         ``sums`` has the shapes of :func:`mean_shapes` for the whole tensor.
         """
@@ -456,9 +456,9 @@ class MatrixPiece:
 
 
 def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: float) -> None:
-    """Updates Adafactor's running means ``means`` in place from ``sums``, the sums of squared gradients.
+    """Updates ``means``, Adafactor's running means of squared gradients, in place from ``sums``.
 
-    ``newest`` is the weight of the new squares.
+    ``sums``: squared gradients, as :meth:`MatrixPiece.add_squares` sums them; ``newest``: their weight.
     """
     for name, mean in means.items():
         count = {ROWS: sums[COLUMNS].shape[-1], COLUMNS: sums[ROWS].shape[-2]}[name] if name != SQUARES else 1
@@ -466,9 +466,9 @@ def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: flo
 
 
 def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
-    """Returns a factor for each row and column; their product is the mean squared gradient of an element.
+    """Converts running ``means`` to row and column factors; their product is an element's mean squared gradient.
 
-    ``means`` of a vector are returned unchanged. Row means are divided by their mean, at least ``least``.
+    The means of a vector are returned unchanged. Row means are divided by their own mean, at least ``least``.
     """
     if SQUARES in means:
         return dict(means)

@@ -83,7 +83,7 @@ class HostFacts:
     def carrier(self) -> InterfaceFacts | None:
         """Returns the network interface that gloo uses, or None.
 
-        GLOO_SOCKET_IFNAME names it, or else it has an address of the host's name.
+        It is named by GLOO_SOCKET_IFNAME; without this variable, it has an address of the host's name.
         """
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)

@@ -56,7 +56,7 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def ladder(call: Callable[[int], float]) -> int:
-    """Finds the message size in bytes for a rate measurement: doubles it until a call takes 0.05 s or at ``LARGE``.
+    """Finds the message size in bytes for a rate measurement: doubles it until a call takes 0.05 s, up to ``LARGE``.
 
     Args:
         call: callback that sends a message of the given size in bytes, and returns the seconds taken.
@@ -318,7 +318,8 @@ def axis_figures(
 ) -> list[AxisFigure]:
     """Combines the ``times`` of all ranks to one result per group of ranks along an axis, from its slowest rank.
 
-    ``shared``: True if tensor ranks of a host communicate through shared memory.
+    ``device`` determines the expected latency and rate. ``shared``: True if tensor ranks of a host communicate through
+    shared memory.
     """
     by_group: dict[tuple[str, tuple[int, ...]], list[AxisTimes]] = {}
     for one in times:

@@ -92,7 +92,7 @@ class JobRequest:
     def ranks(self, why: str) -> int:
         """Returns the number of ranks per node from the command line.
 
-        ``why``: subject of the error message.
+        ``why``: option that needs the number, for the error message.
 
         Raises:
             LaunchError: the command line does not contain the number.

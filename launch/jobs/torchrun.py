@@ -23,7 +23,7 @@ hangs.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousEndpoint:
-    """Settings of torchrun's rendezvous on one node: the store's address, the name, and the node's own address."""
+    """Settings of torchrun's rendezvous on one node: its id, the store's address, and the node's own address."""
 
     address: str
     """Address of the node with the store, resolvable on all nodes."""

@@ -181,7 +181,9 @@ def setting_text(name: str, value: Any) -> str:
 
 
 def offload_text(smallest: LayoutEstimate | None) -> str:
-    """Returns a clause with the GPU memory of ``smallest``, a layout, with offloaded optimizer state; "" for None."""
+    """Returns a clause with the GPU memory that the layout ``smallest`` needs with offloaded optimizer state; "" for
+    None.
+    """
     if smallest is None:
         return ""
     left = (smallest.memory.total - smallest.memory.optimizer) / GIB
@@ -245,8 +247,8 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
-    """Formats the result of a layout search: a summary, a line per layout in ``planned``, and reasons for the first
-    one.
+    """Formats the result of a layout search: a summary, a line per layout in ``planned``, and reasons why the
+    first layout is the best.
     """
     lines = [f"model: {planned[0].asked.model.words}"]
     lines += [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]

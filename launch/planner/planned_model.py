@@ -118,7 +118,7 @@ class PlannedModel:
     def shortened(self, shorter: nn.Module, config: Config) -> "PlannedModel":
         """Returns a copy of this object for ``shorter``, a copy of the model with fewer blocks.
 
-        The tensor-parallel styles are searched for the whole model under ``config``.
+        If tensor-parallel styles must be searched, the search uses the whole model under ``config``.
         """
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)
@@ -410,10 +410,10 @@ class SampledBlocks:
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:
-    """Returns a function (estimate, fresh) that refines the bytes of activations and buffers of a layout.
+    """Returns a function (estimate, fresh) that returns a layout's bytes of activations and buffers from measurements.
 
-    It scales the estimate by the memory in ``samples``, or returns None without a measurement. ``fresh`` allows a new
-    measurement.
+    The function returns None without a measurement in ``samples``; ``fresh`` allows a new one. ``work``: the model's
+    FLOPs and tensor sizes.
     """
 
     def working(one: LayoutEstimate, fresh: bool) -> float | None:

@@ -370,7 +370,7 @@ def amount(count: int) -> str:
 def bars(lines: Sequence[Sequence[tuple[int, float]]]) -> str:
     """Returns an HTML table cell with a horizontal bar for each of ``lines``.
 
-    A bar is a list of (index of the colour, fraction of the cell's width).
+    Each line is a list of the bar's segments: (index of the colour, fraction of the cell's width).
     """
     drawn = (
         "".join(f'<i class="k{colour % 6}" style="width:{min(share, 1.0):.2%}"></i>' for colour, share in pieces)

@@ -27,7 +27,7 @@ from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_of
 class SentBytes(NamedTuple):
     """Planned and measured bytes that a rank sends for one kind of communication (``label``) on one grid axis.
 
-    They are from its last recorded step.
+    The numbers are from the rank's last recorded step.
 
     ``planned`` None: not planned. ``measured`` None: nothing was sent.
     """

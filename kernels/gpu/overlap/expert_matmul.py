@@ -62,8 +62,9 @@ def dispatch_product_kernel(
 ):  # fmt: skip
     """Sends rows of ``tokens`` [T, K] to the ranks of their experts, and multiplies the rows that this rank receives.
 
-    It writes ``out`` [R, N]: received rows times the expert's matrix in ``matrices`` [X, K, N]. ``sent`` and
+    It writes ``out`` [R, N]: received rows times their experts' matrices in ``matrices`` [X, K, N]. ``sent`` and
     ``received`` are tables of tiles (:class:`ExpertRows`). PUSHES: sends; MULTIPLIES: receives and multiplies.
+    ``slots`` to ``most``: from a :class:`KernelCall`.
     """
     if PUSHES:
         _push_rows(tokens, sent, sent_tiles, slots, arrivals, rank, epoch, capacity, most, K, RANKS, BM, BK)
@@ -95,8 +96,8 @@ def product_return_kernel(
 ):  # fmt: skip
     """Multiplies rows of ``whole`` [R, K] by the matrices of their experts; sends the products to the tokens' ranks.
 
-    ``matrices`` is [X, K, N]; ``received`` is a table of tiles (:class:`ExpertRows`). Products have the dtype of
-    ``out``.
+    ``matrices`` is [X, K, N]; ``received`` is a table of tiles (:class:`ExpertRows`). ``out`` gives only
+    the dtype of the products.
     """
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), received_tiles * columns, tl.num_programs(0)):
@@ -119,7 +120,7 @@ def collect_rows_kernel(
     out, sent, sent_tiles, slots, arrivals, status, rank, epoch, patience, capacity, most, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies the rows that the experts' ranks have returned to this rank into ``out`` [T, N].
+    """Copies into ``out`` [T, N] the rows that the experts' ranks have returned to this rank.
 
     ``sent`` is a table of tiles of this rank's T rows (:class:`ExpertRows`).
     """

@@ -132,8 +132,8 @@ def product_scatter_kernel(
 ):  # fmt: skip
     """Multiplies ``whole`` [B, W, L, K] by ``matrix`` [K, N], adds ``plus``, and sends ``result[:, w]`` to rank w.
 
-    With EVERYWHERE, ``whole`` is [B, L, K], and all rows are sent to all ranks. With STAYS, rows are written only to
-    this rank's memory. The result has the dtype of ``out``.
+    ``plus`` has the product's shape. With EVERYWHERE, ``whole`` is [B, L, K], and all rows are sent to all ranks.
+    With STAYS, rows are written only to this rank's memory. The result has the dtype of ``out``.
     """
     each = tl.cdiv(L, BM)
     rows = B * each
@@ -214,7 +214,7 @@ def collect_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies the L rows that each of W ranks has sent into ``out`` [W, L, N]; it waits for each tile of rows."""
+    """Copies into ``out`` [W, L, N] the L rows that each of W ranks has sent; waits for each tile of rows."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -259,8 +259,7 @@ def multicast_sum_kernel(
     like, multicast, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, INSTRUCTIONS: tl.constexpr, BYTES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sums this rank's rows [L, N] over the products of all ranks through the NVLink switch, and sends the sums to all
-    ranks.
+    """Adds up all ranks' products for this rank's rows [L, N] through the NVLink switch; sends the sums to all ranks.
 
     It sums the products of call ``epoch``, and sends the sums and their signals as call ``epoch`` + 1. A tile that a
     rank has not written is not sent. Without INSTRUCTIONS the switch is emulated.
@@ -352,8 +351,8 @@ def launch_product_scatter(
     """Multiplies ``whole`` [B, W, L, K] by ``matrix_KN``, adds ``plus``, and sends ``result[:, w]`` to rank w in
     ``dtype``.
 
-    If ``whole`` is [B, L, K], all rows are sent to all ranks. With ``stays`` the rows are written only to this rank's
-    memory, for :func:`launch_multicast_sum`.
+    ``plus`` has the product's shape. If ``whole`` is [B, L, K], all rows are sent to all ranks. With ``stays`` the
+    rows are written only to this rank's memory, for :func:`launch_multicast_sum`.
     """
     everywhere = whole.dim() == 3
     matrix, transposed = as_it_lies(matrix_KN)
@@ -382,7 +381,7 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
 
 
 def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> None:
-    """Sums this rank's rows over the products of all ranks through the NVLink switch, and sends the sums to all ranks.
+    """Adds up all ranks' products for this rank's rows through the NVLink switch, and sends the sums to all ranks.
 
     :func:`launch_product_scatter` with ``stays`` computes the products, with the same ``call.epoch``.
     :func:`launch_collect_slots` receives the sums, with the next ``call.epoch``.
