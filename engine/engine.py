@@ -140,7 +140,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """torch scheduler that sets the learning rate; None if the rate is constant or computed from the update."""
+        """torch scheduler that sets the learning rate; None if the rate is constant or computed from the step count."""
         return self._parts.runtime.learning_rate.scheduler
 
     @property
@@ -205,8 +205,8 @@ class Engine(TrainingLoop, NamedState):
 
         Raises:
             EngineError: the batch is malformed, or differs between the ranks of one model copy; all ranks raise, and
-                nothing is updated. Other failures have both effects only without tensor ranks, pipeline ranks and
-                sharded parameters; with them, the failing rank raises at once and the job ends. All ranks raise after
+                nothing is updated. The same holds for other failures, but not with tensor ranks, pipeline ranks or
+                sharded parameters: the failing rank then raises at once, and the job ends. All ranks raise after
                 ``max_skipped_steps`` skipped steps in a row.
         """
         self._parts.refuse_unfinished("train_batch")
@@ -393,8 +393,8 @@ class Engine(TrainingLoop, NamedState):
     ) -> Any:
         """Continues from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
-        Returns the checkpoint's client state; if it is a dict, iteration over it raises, because DeepSpeed returns a
-        pair. The hash of each file block read is checked.
+        Returns the checkpoint's client state. A returned dict raises on iteration, to catch ``path, state = ...`` as
+        written for DeepSpeed. The hash of each file block read is checked.
 
         Args:
             folder: folder of the run, or of one checkpoint; None: ``checkpoint.folder``.
@@ -446,8 +446,8 @@ class Engine(TrainingLoop, NamedState):
         """Ends the engine: waits for a pending checkpoint, removes every patch from the model, closes logs and groups.
 
         The model's classes, attributes and hooks are then as before ``initialize``. Parameters stay in shards, with
-        placeholders for other stages. ``engine.deepspeed`` accepts a model in ZeRO shards again; no call accepts one in
-        tensor shards or stages. The process group itself lives until the interpreter exits.
+        placeholders for other stages. A model in ZeRO shards can be passed to ``engine.deepspeed`` again; a model in
+        tensor shards or stages cannot be trained again. The process group itself lives until the interpreter exits.
 
         An engine that is dropped without ``close`` closes when Python collects it; a thread finishes a pending
         checkpoint.

@@ -62,7 +62,7 @@ class TrainingLoop:
         retain_graph: bool = False,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Runs the backward of the loss of one microbatch. Several losses of a microbatch each have their own call.
+        """Runs the backward of the loss of one microbatch. Call it once for each loss of the microbatch.
 
         Averages the gradient over the microbatches of the step and over data ranks; a loss (sum, weight) is divided by
         the weights of all losses in the step. Gradients are reduced over dp during the last backward.
@@ -83,16 +83,15 @@ class TrainingLoop:
             loop.backward(loss, retain_graph, metrics or {})
 
     def hold_weights(self) -> HeldWeights:
-        """Returns a handle to the present weights, so that a backward of this forward can run after later updates.
+        """Returns a handle to the present weights, for a backward that runs after later updates.
 
             output, weights = eng(batch), eng.hold_weights()
             ...                            # updates
             with weights.restored():
                 eng.backward(loss(output))
 
-        Call it after the forward and before the next update. Inside ``restored()`` the model has the weights of that
-        forward. The first update after the call copies this rank's weights; the copy is freed once no handle refers to
-        it.
+        Call it after the forward and before the next update. Inside ``restored()`` the model has these weights again.
+        The first update after the call copies this rank's weights; the copy is freed once no handle refers to it.
 
         Raises:
             EngineError: the model is not placed yet, or is on a pipeline without ``open_pipeline``.
@@ -175,12 +174,12 @@ class TrainingLoop:
     def guard_gradients(self, around: nn.Module | None = None) -> None:
         """Makes reads of a parameter's ``grad`` raise until the next forward, ``step`` or ``zero_grad``.
 
-        The engine does this itself between a backward and its step, because ``grad`` would be None. A framework with
-        hooks that read gradients after the step also calls this method.
+        The engine does this itself between a backward and its step, because ``grad`` would be None. Call it after
+        a step if user hooks may still read gradients then.
 
         Args:
-            around: module by which a framework wraps the model; its ``zero_grad`` then drops the engine's gradients
-                too.
+            around: a framework's module that contains the model; its ``zero_grad`` then also drops the engine's
+                gradients.
         """
         if self._parts.loop is not None:
             self._parts.loop.guard_gradients(around)

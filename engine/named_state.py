@@ -149,11 +149,11 @@ class NamedState:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Opens a context in which the model has the average of its weights, to evaluate or to save it. Collective.
+        """Opens a context in which the model has the average of its weights, for evaluation or saving. Collective.
 
-        The average comes from ``"ema"`` or from a schedule-free optimizer, for which ``eval_batch``, ``predict`` and
-        ``generate`` enter this context themselves. The average is rounded to the dtype of forward. Gathers over dp
-        twice, label "parameters", and stores a copy of this rank's weights meanwhile.
+        The average comes from ``"ema"`` or from a schedule-free optimizer. With the latter, ``eval_batch``, ``predict``
+        and ``generate`` enter this context themselves. The average is rounded to the dtype of forward. Gathers over
+        dp twice, label "parameters", and stores a copy of this rank's weights meanwhile.
 
         Raises:
             EngineError: the run has no average; inside, a call that needs the training weights raises too.
@@ -172,8 +172,8 @@ class NamedState:
         ``PeftModel``.
 
         Args:
-            max_shard_size: maximal bytes of a file, such as "5GB"; one file if the model fits. Rank 0 then writes all
-                files. None: each rank that owns weights writes one file.
+            max_shard_size: maximal bytes of a file, such as "5GB"; rank 0 then writes all files. None: each rank
+                that owns weights writes one file.
         """
         shards = shard_bytes(max_shard_size) if max_shard_size is not None else None
         self._parts.resources.refuse_closed("save_pretrained")
@@ -197,8 +197,8 @@ class NamedState:
         """Yields this rank's parameters that match ``pattern``, by name, to read and write in place. Collective.
 
         ZeRO 3 gathers them over dp, label "parameters"; tensor ranks have their shards. Quantized frozen weights
-        (``quantize_frozen``) are left out. At the end ZeRO 3 compares the values that data ranks have written, 8 bytes
-        per bucket and parameter.
+        (``quantize_frozen``) are left out. When the context ends, ZeRO 3 checks that data ranks have written the same
+        values, which costs 8 bytes per bucket and parameter.
 
         Raises:
             EngineError: inside a forward; no parameter matches; data ranks have written different values.
@@ -325,8 +325,8 @@ class NamedState:
             device: "cpu", the only supported device.
             pin_memory: page-lock the copies, for faster transfers.
             non_blocking: True: copies may still run when this returns.
-            unfinished: allow the call inside an accumulation, and before backwards of earlier forwards, which run after
-                ``reload_states``.
+            unfinished: allow the call inside an accumulation, and between a forward and its backward; call
+                ``reload_states`` before that backward.
 
         Raises:
             EngineError: another device, an unknown name, too little memory; inside an accumulation, or a `with` block

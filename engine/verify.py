@@ -83,8 +83,8 @@ class Parity:
     def holds(self, loss: float = 1e-6, norm: float = 1e-5, weight: float = 1e-5) -> bool:
         """Returns True if all deviations are within the bounds. The defaults are the engine's guarantee for fp32.
 
-        ``loss`` and ``norm`` bound relative deviations. ``weight`` bounds the absolute deviation; it needs an Adam eps
-        of about 1e-5.
+        ``loss`` and ``norm`` bound relative deviations. ``weight`` bounds the absolute deviation; its default assumes
+        an Adam eps of about 1e-5.
         """
         return self.loss <= loss and self.norm <= norm and self.weight <= weight
 

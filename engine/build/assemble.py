@@ -133,7 +133,7 @@ def plan_run(
 
 
 def search_model(model: nn.Module, config: Config, request: Request, example: Batch) -> FoundStyles:
-    """Searches a way to shard each layer of ``model`` over tensor ranks; returns it. ``example``: one microbatch."""
+    """Returns tensor-parallel styles (column, row etc.) for the layers of ``model``. ``example``: one microbatch."""
     wish = _plan_request(model, config, request, example)
     return search_styles(config, replace(wish, shared_experts=find_expert_plan(model, config)))
 

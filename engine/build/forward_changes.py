@@ -109,8 +109,8 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
     """Fuses the unsharded and column-parallel linear layers that ``changes`` lists with the activations after them.
 
-    With main gradients (accumulation buffers), backwards of other unsharded linear layers and of embeddings add weight
-    gradients to these buffers.
+    If the engine has main gradients (buffers that sum gradients), unsharded linear layers and embeddings also add their
+    weight gradients to them in backward.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)
@@ -159,7 +159,8 @@ class AddedRows:
 def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, patches: ForwardPatches) -> None:
     """Makes the output layers ``heads`` (module names) return lazy logits, which the loss computes chunk by chunk.
 
-    Removing ``patches`` undoes it. Layers of other pipeline stages are left out.
+    Removing ``patches`` undoes it. Layers of other pipeline stages are left out. ``axis``: tensor ranks, over which the
+    layers may be sharded.
     """
     modules = [module for module in map(model.get_submodule, heads) if isinstance(module, nn.Linear)]
     for module in modules:

@@ -90,8 +90,8 @@ def place_model(
 ) -> tuple[FlatBucket, ...]:
     """Shards ``model`` in place: its parameters become views of flat buckets (1-D tensors) on ``device``.
 
-    Returns the buckets of trainable parameters, then the buckets of frozen ones. With ``request.lender``, an engine,
-    frozen parameters (on the meta device) become its tensors.
+    Returns the buckets of trainable parameters, then the buckets of frozen ones. If another engine is given as
+    ``request.lender``, frozen parameters on the meta device use that engine's tensors.
     """
     holder, config, patches = comm.grid.holder(), plan.config, request.patches
     parameters = dict(model.named_parameters())
@@ -175,7 +175,7 @@ class _Parts:
 def borrow(lender: Lender, plan: Plan, holder: ShardHolder) -> Mapping[str, Tensor]:
     """Returns the frozen weights that the engine ``lender`` shares with this engine, by parameter name.
 
-    Leaves out frozen parameters in flat buckets, but checks that ``lender`` has them.
+    Frozen parameters in flat buckets are only checked, not returned.
 
     Args:
         holder: tensor, pipeline and expert coordinate of this rank.

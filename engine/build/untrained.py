@@ -23,8 +23,8 @@ def freeze_untrained(
     Returns ``config``, with a note for the user if a parameter was frozen.
 
     Args:
-        optimizer: the user's optimizer: parameters that it leaves out are frozen. A callable freezes nothing. None
-            without a configured optimizer: all parameters are frozen.
+        optimizer: the user's optimizer; parameters that it leaves out are frozen. A callable, or an optimizer in
+            ``config``, freezes none. Without any optimizer, all parameters are frozen.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if isinstance(optimizer, torch.optim.Optimizer):

@@ -182,8 +182,7 @@ class CheckpointCoordinator:
         folder cannot be created; the first save into it then raises.
 
         Raises:
-            CheckpointError: an engine of another process saves its checkpoints there. For an engine of this process,
-                only the first save raises.
+            CheckpointError: an engine of another process saves its checkpoints there.
         """
         if self._folder is None or self._comm.grid.rank:
             return
@@ -194,7 +193,10 @@ class CheckpointCoordinator:
             logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
-        """Completes an earlier ``load`` on the sharded model, or else loads ``checkpoint.init_from``. Collective."""
+        """Completes an earlier ``load`` on the sharded model, or else loads ``checkpoint.init_from``. Collective.
+
+        ``update``: counters and loss scale of the run. ``entries``: from :func:`state_entries`.
+        """
         self._run = RunState(
             model=self._model,
             config=self._config,
@@ -262,9 +264,7 @@ class CheckpointCoordinator:
         options: LoadOptions,
         missing_ok: bool,
     ) -> Any:
-        """Loads the newest checkpoint in ``folder`` and returns its ``client_state``; None if there is no checkpoint
-        and ``missing_ok`` is True. See :meth:`engine.Engine.load_checkpoint`.
-        """
+        """Loads the newest checkpoint, its counters into ``update``; see :meth:`engine.Engine.load_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
             raise EngineError(
@@ -324,7 +324,7 @@ class CheckpointCoordinator:
         trial of a sweep ends (``ends_trial``). ``made``: the step updated the weights. All ranks pass the same values.
 
         Raises:
-            SystemExit: status 143, after a committed checkpoint.
+            SystemExit: with ``stops``, after the save; status 143.
             CheckpointError: the last checkpoint before the end could not be written.
         """
         settings, run = self._config.checkpoint, self._run

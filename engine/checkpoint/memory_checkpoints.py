@@ -303,7 +303,7 @@ class MemoryCheckpoints:
         Returns the checkpoint's folder on rank 0's host.
 
         Args:
-            write: function (file operations, folder) that saves and returns the committed folder.
+            write: called with file operations and a folder; saves a checkpoint there and returns its folder.
 
         Raises:
             CheckpointError, EngineError: ``write`` or the copy has failed on a rank. The previous checkpoint remains.

@@ -38,8 +38,8 @@ class MemoryFiles(Files):
     """File operations that write a checkpoint into host memory. Folders are created with their first file.
 
     Args:
-        named: rank 0's memory folder, the start of all given paths.
-        shared: this host's memory folder, which replaces ``named``.
+        named: rank 0's memory folder, with which given paths begin.
+        shared: this host's memory folder, which replaces ``named`` in these paths.
     """
 
     def __init__(self, named: Path, shared: Path) -> None:
@@ -60,7 +60,7 @@ class MemoryFiles(Files):
         return file
 
     def close(self, file: int) -> None:
-        """Closes an open file. If ``create`` has opened it, adds its path and size to the dict ``sizes``."""
+        """Closes an open file. Adds the path and size of a file from ``create`` to the attribute ``sizes``."""
         if (path := self._open.pop(file, None)) is not None:
             self.sizes[path] = os.fstat(file).st_size
         os.close(file)
@@ -240,7 +240,7 @@ class RemoteFiles(Files):
         return super().size(file) if file >= 0 else self._sizes[self._remote[file]]
 
     def read_into(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` from byte ``offset`` of an open file on; returns the number of bytes read."""
+        """Reads an open file into ``target``, beginning at byte ``offset``; returns the number of bytes read."""
         return super().read_into(file, target, offset) if file >= 0 else self._fetch(file, target, offset)
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:

@@ -108,8 +108,8 @@ class RunState:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """Rounding errors of this rank's quantized gradients, by name ("residual/..."), which are added to later
-        gradients.
+        """Rounding errors of this rank's quantized gradients, which are added to later gradients, by name
+        ("residual/...").
         """
         return {f"residual/{name}": residual for name, residual in self.runtime.reducer.residuals.items()}
 
@@ -136,7 +136,7 @@ class RunState:
         return Ours(weights, self.buffers, pieces, self.own_state(), numbers)
 
     def contents(self, user: Any, tensors: tuple[ModelTensor, ...]) -> Contents:
-        """Returns the checkpoint's metadata, with ``user`` as its ``client_state``."""
+        """Returns the metadata of a checkpoint of ``tensors``, with ``user`` as its ``client_state``."""
         scheduler = self.runtime.learning_rate.scheduler
         progress = {
             "update": self.trainer_state.update.state_dict(),

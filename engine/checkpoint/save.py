@@ -189,8 +189,8 @@ class Saver:
         """Lock on the folder of the pending save; rank 0 only."""
 
     def elsewhere(self, files: Files) -> "Saver":
-        """Returns a saver of the same snapshots that writes with ``files``, for example into host memory. It takes no
-        locks.
+        """Returns a copy of this saver that shares its snapshots, but writes with ``files`` (for example into host
+        memory) and takes no locks.
         """
         other = copy(self)
         other._files, other._lock, other._held, other._whole = files, lambda folder: None, ExitStack(), True
@@ -210,7 +210,7 @@ class Saver:
         Returns the checkpoint's folder.
 
         Args:
-            snapshot: this rank's snapshot; or an error, with which no rank writes.
+            snapshot: this rank's snapshot, or the error that prevented it; then no rank writes.
             keep: number of checkpoints that remain in ``folder``; None: all.
 
         Raises:

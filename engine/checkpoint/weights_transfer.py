@@ -125,8 +125,8 @@ def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[
 
     Args:
         kinds: dtype and shape of each tensor, by name.
-        fill: callback that writes this rank's pieces into a buffer of zeros. Ranks that write one element write the
-            same value.
+        fill: callback that writes this rank's pieces into a buffer of zeros. If several ranks write an
+            element, they write the same value.
     """
     sizes = [kind_bytes(kind) for kind in kinds.values()]
     whole = torch.zeros(sum(sizes), dtype=torch.uint8)

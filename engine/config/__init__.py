@@ -287,7 +287,7 @@ class Config:
         return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a dict of JSON values, from which ``load_config`` makes an equal config, without user notes."""
+        """Returns the config as a dict of JSON values, from which ``load_config`` makes an equal config."""
         return dump_section(self)
 
 

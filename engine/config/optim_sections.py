@@ -399,7 +399,7 @@ class OptimizerConfig:
 
     @property
     def entries(self) -> "tuple[OptimizerConfig, ...]":
-        """All configured optimizers in order. The last (this section) updates the parameters that no other matches."""
+        """All configured optimizers, in order. The last (this object) updates the parameters that no other matches."""
         return (*self.before, self)
 
     @property

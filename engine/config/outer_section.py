@@ -134,7 +134,7 @@ class OuterConfig:
 
     @property
     def steps(self) -> int:
-        """Number of local steps after which this job again sends an update of a tensor to the merging server."""
+        """Period, in local steps, at which this job sends the update of each tensor to the merging server."""
         if self.period is not None:
             return self.period
         return 1 if self.rule in SERVER_RULES or self.rule == "hogwild" else DELTA_PERIOD
@@ -153,8 +153,8 @@ class OuterConfig:
     def store_optimizer(self, training: OptimizerConfig | None) -> StoreOptimizerConfig:
         """Returns the optimizer of the server that merges the updates of several sites (training jobs).
 
-        It is ``outer.optimizer`` if set. Otherwise it is ``training`` for gradients, and a default of ``outer.rule``
-        for differences of weights.
+        It is ``outer.optimizer`` if set; else ``training``, the configured optimizer, if sites send gradients; else the
+        default for ``outer.rule``.
         """
         if self.optimizer is not None:
             return self.optimizer
@@ -261,8 +261,8 @@ def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clippi
 
 
 def check_weights_out(weights_out: WeightsOutConfig | None, problems: Problems) -> None:
-    """Adds a problem for each entry of ``weights_out.to`` without exactly one receiver, with a malformed address, or
-    with a ``pause`` mode that the receiver lacks.
+    """Adds a problem for each entry of ``weights_out.to`` that names no receiver or several, has a malformed address,
+    or has a ``pause`` mode that the receiver lacks.
     """
     for index, each in enumerate(weights_out.to if weights_out is not None else ()):
         at = f"weights_out.to[{index}]"

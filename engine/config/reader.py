@@ -232,9 +232,9 @@ def _spread_context(present: dict[str, Any], problems: Problems) -> None:
 
 
 def move(raw: dict[str, Any], target: str, value: object, origin: str, problems: Problems) -> None:
-    """Sets the dotted key ``target`` in ``raw`` to ``value``, in place of the user's key ``origin``.
+    """Sets the dotted key ``target`` in ``raw`` to ``value``, which the user wrote under the key ``origin``.
 
-    If ``target`` already has a different value, that value stays, and a problem is added.
+    If ``target`` already has a different value, that value stays, and a problem about ``origin`` is added.
     """
     if (given := put_at(raw, target, value)) != value:
         rival = f"which is given as {shown_value(given)}"

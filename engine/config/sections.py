@@ -28,7 +28,7 @@ METRICS = ListOf(each=Text(), noun='a list of names such as ["accuracy"]')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCosts:
-    """Compute and message times of one pipeline rank, in any common unit, from which a schedule derives its order."""
+    """Compute and message times of one pipeline rank, in any common unit. A schedule orders its actions by them."""
 
     forward: float = setting(1.0, Real(above=0))
     """Time of the forward of one microbatch."""

@@ -232,7 +232,7 @@ class LocalTensors:
             yield from self._of(state, "param", copies)
 
     def place_quantized(self, row: ShardRow, full: Tensor) -> None:
-        """Quantizes ``full``, all elements of a frozen parameter, and stores this rank's shard of the codes in the
+        """Quantizes ``full``, all elements of a frozen parameter, and stores this rank's shard of the result in the
         model.
         """
         device = self.buckets[0].params.device if self.buckets else full.device
@@ -335,9 +335,9 @@ def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice,
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
-    """Returns the elements ``own`` of one parameter as a slice of a buffer.
+    """Returns the slice of a buffer that stores the elements ``own`` of one parameter.
 
-    ``owned``: range of a flat bucket that the buffer contains. ``slot``: the parameter's range in the bucket.
+    ``owned``: range of the buffer in a flat bucket. ``slot``: range of the parameter in the same bucket.
     """
     return slice(slot.start + own.start - owned.start, slot.start + own.stop - owned.start)
 

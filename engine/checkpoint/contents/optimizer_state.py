@@ -51,8 +51,8 @@ def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
 def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers:
     """Returns optimizer scalars, such as "step", as parameter name -> scalar name -> [value, dtype or None].
 
-    The dict contains the parameters that this rank updates, and all state of one-element parameters. Returns {} for
-    built-in optimizers.
+    The dict contains the parameters that this rank updates. All state of a one-element parameter counts as scalars.
+    Returns {} for built-in optimizers.
 
     Raises:
         CheckpointError: a state is neither a moment nor a number.
@@ -72,10 +72,10 @@ def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers
 def arranged(
     tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Separates moments from scalars for the manifest. Returns the tensors to list, and a dict of the scalars.
+    """Separates moments from scalars for the manifest. Returns the remaining tensors, and a dict of the scalars.
 
-    The dict has one set of scalars for each group, and one for each parameter that differs from its group. State of a
-    one-element parameter is a tensor, unless it is a scalar for the rest of the group.
+    The dict has one set of scalars for each group, and one for each parameter that differs from its group. A
+    one-element tensor becomes a scalar if the same state is a scalar for other parameters of the group.
 
     Args:
         tensors: all tensors of the save by name, such as "exp_avg/NAME".
@@ -217,8 +217,8 @@ class Families:
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
     """Replaces the optimizer's moments by zeros, for a load to fill, and returns them.
 
-    The result is flat parameter -> moment name -> tensor, with the moments of ``families``. Moments stored in 8 bits
-    are unencoded, in host memory.
+    The result is flat parameter -> moment name -> tensor, with the moments of ``families``. Moments that the
+    optimizer stores in 8 bits are returned unencoded, in host memory.
     """
     inner, names = optimizer.inner, _names(optimizer, table)
     groups = {place.parameter: names[index] for index, place in _grouped(optimizer)}
@@ -254,9 +254,9 @@ def restore(
     """Restores the optimizer's scalars and group options from ``stored``, the optimizer entry of a checkpoint's
     manifest.
 
-    A built-in optimizer restores its step count, and options that the user changed by hand, except options in
-    ``scheduled`` or configured differently now. Other optimizers restore all saved options; a group with other
-    parameters than before uses this run's learning rate and weight decay.
+    A built-in optimizer restores its step count, and options that the user changed by hand, except options that a
+    schedule sets (``scheduled``) or that are configured differently now. Other optimizers restore all saved
+    options; a group with other parameters than before uses this run's learning rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)
     missed, known = stored.get("missed", {}), {name for each in stored["groups"] for name in each["params"]}

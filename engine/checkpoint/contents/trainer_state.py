@@ -106,7 +106,7 @@ class TrainerState:
         return states
 
     def restore_late(self, reader: OpenCheckpoint) -> None:
-        """Restores the objects named in ``late`` (registered when the model was built) that have saved state."""
+        """Restores the objects that were registered when the model was built, if the checkpoint has their state."""
         self._restore_tracked(reader, self.late)
 
     def _restore_tracked(self, reader: OpenCheckpoint, names: Iterable[str]) -> None:

@@ -137,7 +137,7 @@ def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 def tensors_of_fragments(
     ranks: Sequence[RankState], found: Mapping[str, Sequence[FlatFragment]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, SpannedTensor]:
-    """Returns the weights and moments of all parameters by name, such as "exp_avg/NAME". The values stay in the files.
+    """Returns weights and moments of all parameters, as "param/NAME", "exp_avg/NAME" etc. The values stay in the files.
 
     Args:
         found: fragments of each parameter in the flat tensors of ``ranks``.

@@ -92,8 +92,8 @@ class ForeignStep:
 
 
 def spanned(kind: TensorKind, spans: Iterable[FileSpan]) -> SpannedTensor:
-    """Returns a full tensor that consists of the file pieces ``spans``, without empty pieces. ``kind``: dtype and full
-    shape.
+    """Returns a full tensor that consists of the file pieces ``spans``; empty pieces are dropped. ``kind``: dtype and
+    full shape.
     """
     return SpannedTensor(kind, tuple(span for span in spans if span.piece.elements))
 

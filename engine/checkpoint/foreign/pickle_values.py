@@ -59,7 +59,7 @@ def read_pickle(
     Args:
         what: name of the file, for messages.
         call: function that returns the value of a call in the pickle; by default, a ``PickledObject``.
-        persistent: function that returns the value of a persistent id, which is a storage in files of torch.
+        persistent: function that returns the value of a persistent id. Files of torch refer to storages by such ids.
 
     Raises:
         CheckpointError: the pickle is damaged, or has opcodes that torch does not write.

@@ -59,7 +59,7 @@ class TorchTensor:
     strides: tuple[int, ...]
 
     def span(self, piece: Piece, first: int = 0, tensor: str = "a tensor") -> FileSpan:
-        """Returns the position in the file of a piece of a parameter, stored in this tensor from element ``first`` on.
+        """Returns the file position of a piece of a parameter. The piece begins at element ``first`` of this tensor.
 
         ``tensor`` names the parameter in messages.
 
@@ -284,14 +284,18 @@ def value_dict(value: Any, what: str) -> dict[Any, Any]:
 
 
 def value_list(value: Any, what: str) -> list[Any]:
-    """Returns ``value``, a list or tuple, as a list. Raises CheckpointError for another type."""
+    """Returns ``value``, a list or tuple, as a list. Otherwise raises a CheckpointError that names the source
+    ``what``.
+    """
     if not isinstance(value, list | tuple):
         raise CheckpointError(f"{what} has a {type(value).__name__} in place of a list: it is damaged; {COPY_AGAIN}")
     return list(value)
 
 
 def numbers_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value``, a list or tuple of integers >= 0, as a tuple. Raises CheckpointError for any other value."""
+    """Returns ``value``, a list or tuple of integers >= 0, as a tuple. Otherwise raises a CheckpointError that names
+    the source ``what``.
+    """
     found = value_list(value, what)
     if not all(map(_is_natural, found)):
         raise CheckpointError(
@@ -301,7 +305,9 @@ def numbers_of(value: Any, what: str) -> tuple[int, ...]:
 
 
 def shape_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value``, a list or tuple, as a tensor shape; raises CheckpointError if it is not a possible shape."""
+    """Returns ``value``, a list or tuple, as a tensor shape. If it is no possible shape, raises a CheckpointError that
+    names the source ``what``.
+    """
     found = numbers_of(value, what)
     if len(found) > 64 or prod(size or 1 for size in found) >= 2**62:
         raise CheckpointError(f"{what} has a shape that is too large for any tensor: it is damaged; {COPY_AGAIN}")
@@ -309,7 +315,7 @@ def shape_of(value: Any, what: str) -> tuple[int, ...]:
 
 
 def tensor_of(value: Any, what: str) -> TorchTensor:
-    """Returns ``value`` if it is a TorchTensor. Raises CheckpointError for another type."""
+    """Returns ``value`` if it is a TorchTensor. Otherwise raises a CheckpointError that names the source ``what``."""
     if not isinstance(value, TorchTensor):
         raise CheckpointError(
             f"{what} is a {type(value).__name__} in place of a tensor: the file is damaged; {COPY_AGAIN}"

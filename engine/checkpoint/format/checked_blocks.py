@@ -84,8 +84,8 @@ Check = Callable[[memoryview, int], None]
 
 
 class ChunkReader:
-    """Reader of open files in chunks of at most ``size`` bytes, a multiple of the page size. Two threads read and check
-    them.
+    """Reader of open files in chunks of at most ``size`` bytes, a multiple of the page size. Two threads read the
+    chunks.
     """
 
     def __init__(self, files: Files, size: int) -> None:
@@ -94,12 +94,12 @@ class ChunkReader:
         self._pool = ThreadPoolExecutor(THREADS, "reader")  # threads start with the first read and end with the reader
 
     def read(self, file: int, target: ByteRange, start: int, check: Check) -> int:
-        """Fills ``target`` from offset ``start`` of the open file on, and returns the number of bytes read. ``start``
-        must be a multiple of the page size. ``check`` is called with each chunk and its offset.
+        """Reads an open file into ``target``, beginning at byte ``start``, a multiple of the page size. Returns the
+        number of bytes read. ``check(chunk, offset)`` is called for each chunk.
 
         Raises:
-            OSError: the disk failed, or the file is too short. Errors of ``check`` pass through. The error at the
-                lowest offset is raised.
+            OSError: the disk failed, or the file is too short. Errors of ``check`` are raised too. If there are
+                several errors, the one at the lowest offset is raised.
         """
 
         def one(begin: int) -> int:

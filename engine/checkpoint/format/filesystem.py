@@ -118,7 +118,7 @@ class Files:
         return os.fstat(file).st_size
 
     def read_into(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` from byte ``offset`` of an open file on; returns the number of bytes read.
+        """Reads an open file into ``target``, beginning at byte ``offset``; returns the number of bytes read.
 
         A short read means the end of the file.
         """
@@ -143,7 +143,7 @@ class Files:
         return True
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` from byte ``offset`` of an open file on, with O_DIRECT; returns the number of bytes read.
+        """Reads an open file into ``target``, with O_DIRECT, from byte ``offset``; returns the number of bytes read.
 
         A short read means the end of the file. ``target`` must begin at a page boundary; its length and ``offset`` must
         be multiples of the page size.
@@ -230,7 +230,7 @@ def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
 
 
 def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
-    """Writes ``chunks`` one after the other into the new file ``path`` and calls fsync. Returns the file's bytes."""
+    """Writes ``chunks`` one after the other into the new file ``path`` and calls fsync. Returns the number of bytes."""
     count = 0
     with named(path):
         file = files.create(path)

@@ -87,7 +87,7 @@ def make_image(
 
 
 def as_tensor(memory: memoryview, kind: TensorKind) -> Tensor:
-    """Returns a CPU tensor with the dtype and shape of ``kind`` that shares ``memory``."""
+    """Returns ``memory`` as a CPU tensor with the dtype and shape of ``kind``, without a copy."""
     if not len(memory):
         return torch.empty(kind.shape, dtype=torch_dtype(kind))
     return torch.frombuffer(memory, dtype=torch_dtype(kind)).view(kind.shape)
@@ -102,7 +102,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def kind_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorKind:
-    """Returns the safetensors dtype of a tensor, and its shape or ``shape``."""
+    """Returns the safetensors dtype of a tensor together with ``shape``, by default the tensor's own shape."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorKind(code_of(dtype), tuple(tensor.shape) if shape is None else shape)
 

@@ -183,7 +183,9 @@ def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
 
 
 def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) -> StoredPiece:
-    """Returns the stored piece of a tensor of ``shape`` from its JSON dict ``value``. ``file``: name of its file.
+    """Returns the stored piece of a tensor of ``shape`` from its JSON dict ``value``.
+
+    ``file``: name of its file. ``what`` names the tensor in errors.
 
     Raises:
         CheckpointError: the value is damaged, or the piece is outside the tensor.
@@ -266,8 +268,8 @@ def _files(fields: Fields) -> dict[str, int]:
 
 
 def check_file_name(name: Any, known: Container[str], what: str) -> None:
-    """Raises CheckpointError if ``name`` is not a checkpoint's file name, such as "optim/x.safetensors", or is a
-    duplicate.
+    """Raises CheckpointError if ``name`` is not a checkpoint's file name, such as "optim/x.safetensors", or is in
+    ``known`` already. ``what`` names the manifest in the error.
     """
     if not isinstance(name, str) or not _FILE.fullmatch(name) or name in known:
         raise CheckpointError(
@@ -292,7 +294,8 @@ def _checksum(fields: Fields) -> Checksum:
 
 
 def read_tensor(value: Any, files: FileNames, what: str) -> StoredTensor:
-    """Returns a tensor from its JSON entry ``value`` in a manifest. ``files``: file names, by index.
+    """Returns a tensor from its JSON entry ``value`` in a manifest. ``files``: file names, by index. ``what`` names
+    the tensor in errors.
 
     Raises:
         CheckpointError: the entry is damaged, or its pieces do not cover each element exactly once.
@@ -366,7 +369,10 @@ def _piece(entry: Any, files: FileNames, parts: _Parts) -> StoredPiece:
 
 
 def check_cover(what: str, shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> None:
-    """Raises CheckpointError if ``pieces`` omit an element of a tensor of ``shape``, or contain an element twice."""
+    """Raises CheckpointError if ``pieces`` omit an element of a tensor of ``shape``, or contain an element twice.
+
+    ``what`` names the tensor in the error.
+    """
     if not covers_once(shape, [stored.piece for stored in pieces]):
         held = sum(stored.piece.elements for stored in pieces)
         raise CheckpointError(

@@ -135,7 +135,8 @@ def run_to_json(stored: StoredRun) -> dict[str, Any]:
 
 
 def runs_from_json(values: Sequence[Any], shape: tuple[int, ...], files: FileNames, what: str) -> StoredRuns:
-    """Returns the pieces of a tensor from the JSON of its runs. ``files``: file names by number.
+    """Returns the pieces of a tensor from the JSON of its runs. ``files``: file names by number. ``what`` names the
+    tensor in errors.
 
     Raises:
         CheckpointError: a run is damaged, or the pieces do not cover each element exactly once.
@@ -280,8 +281,8 @@ class _Parts:
 
 
 class IndexedFiles(Mapping[str, int]):
-    """Mapping from a checkpoint's file names to their bytes. Reads a file ``index/files-N.json`` when one of its
-    entries is accessed.
+    """Mapping from a checkpoint's file names to their sizes in bytes. Reads a file ``index/files-N.json`` when one of
+    its entries is accessed.
     """
 
     def __init__(self, fields: Fields, read: ReadPart) -> None:
@@ -395,8 +396,9 @@ class IndexedTensors(Mapping[str, StoredTensor]):
 
 
 def from_index(fields: Fields, read: ReadPart) -> Manifest:
-    """Returns a manifest that reads its files in ``index/``, by ``read``, when they are needed. ``fields``: the JSON of
-    ``manifest.json``.
+    """Returns a manifest that reads its files in ``index/`` when they are needed.
+
+    ``fields``: the JSON of ``manifest.json``. ``read(name, largest bytes)`` returns the contents of a file.
 
     Raises:
         CheckpointError: ``manifest.json`` is damaged. A damaged file in ``index/`` raises when it is read.

@@ -144,6 +144,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict
 
     Args:
         read: function that returns the bytes of the file from a start to a stop offset.
+        size, what: bytes of the file, and its name for errors.
 
     Raises:
         CheckpointError: the file is not safetensors, or its tensors leave gaps.
@@ -223,7 +224,8 @@ def shard_bytes(size: int | str) -> int:
 def repack(files: Files, source: Path, target: Path, keys: Sequence[str], limit: int) -> None:
     """Copies tensors from the safetensors files of one folder into new files with at most ``limit`` bytes of tensors.
 
-    A larger tensor has its own file. Several files get an index in Hugging Face's format.
+    A tensor larger than ``limit`` gets its own file. If there are several new files, adds an index in Hugging Face's
+    format.
     """
     with _opened(files, source) as opened:
         places = {key: (file, *place) for file, own in opened for key, place in own.items()}

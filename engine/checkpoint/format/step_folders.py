@@ -219,7 +219,7 @@ LOCK = ".trine.lock"
 
 
 class FolderLocks:
-    """Locks of one engine on run folders, so that no other engine saves there, also none of this process."""
+    """Locks of one engine on run folders, so that no other engine, in this or another process, saves there."""
 
     def __init__(self) -> None:
         self._held: dict[Path, int | None] = {}

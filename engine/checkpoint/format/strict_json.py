@@ -21,7 +21,7 @@ def decode_json(data: bytes | bytearray) -> Any:
 
 
 def parse(data: bytes | bytearray, what: str) -> dict[str, Any]:
-    """Decodes the UTF-8 text of a JSON object and returns its dict.
+    """Decodes the UTF-8 text of a JSON object and returns its dict. ``what`` names the text in errors.
 
     Raises:
         CheckpointError: the text is no JSON object, or has duplicate keys, NaN or infinity.
@@ -77,7 +77,10 @@ class Fields:
         return self._value.get(name)
 
     def each(self, name: str, read: Callable[[Any, str], _Value]) -> dict[str, _Value]:
-        """Returns the JSON object in field ``name``, with each value converted by ``read(value, name in errors)``."""
+        """Returns the JSON object in field ``name``, with each value converted by ``read(value, place)``.
+
+        ``place``: text that names the value in errors.
+        """
         return {key: read(value, f"{self.what}: {name}[{key!r}]") for key, value in self.object(name).items()}
 
     def _must(self, value: Any, kind: type[_Value], name: str = "") -> _Value:
@@ -99,7 +102,9 @@ def natural(value: Any, what: str) -> int:
 
 
 def naturals(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value``, a list of integers from 0 to 2^63 - 1, as a tuple. Raises CheckpointError otherwise."""
+    """Returns ``value``, a list of integers from 0 to 2^63 - 1, as a tuple. Otherwise raises a CheckpointError
+    that names ``what``.
+    """
     if not isinstance(value, list):
         raise CheckpointError(f"{what} is {_named(value)}, not a list: the file is damaged; {COPY_AGAIN}")
     return tuple(natural(item, what) for item in value)
