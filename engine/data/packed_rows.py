@@ -65,7 +65,7 @@ def packed_row(pieces: Sequence[RowPiece], packing: Packing) -> dict[str, Tensor
     ``position_ids`` and, with ``packing.segments``, ``segment_ids``.
 
     Args:
-        pieces: parts of documents in the row, from its begin.
+        pieces: the row's parts of documents, in their order.
     """
     row = np.full(packing.length, packing.pad_token, dtype=np.int64)
     labels = np.full(packing.length, IGNORED_LABEL, dtype=np.int64)

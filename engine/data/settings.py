@@ -23,12 +23,12 @@ class Packing:
     """Settings to pack documents, one after another, into rows of ``length`` tokens; a document that does not fit is
     cut.
 
-    A row has int64 tensors [length]. ``labels`` are -100 at document borders and in padding. ``position_ids`` begin at
-    0 in every document. ``segment_ids`` number the documents from 1, and are 0 in padding. Only an epoch's last row is
-    padded.
+    A row has int64 tensors [length]. Its ``labels`` are -100 at document borders and in padding. ``position_ids`` begin
+    at 0 in every document. ``segment_ids`` number the documents from 1, and are 0 in padding. Only an epoch's last row
+    is padded.
 
     Raises:
-        EngineError: ``length`` is below 2, or ``labels`` has an unknown value.
+        EngineError: ``length`` is below 2, or ``labels`` is neither "in place" nor "shifted".
     """
 
     length: int
@@ -123,8 +123,9 @@ class LoaderSettings:
 
 
 class DataPosition(NamedTuple):
-    """Position at which the next training step begins: consumed samples or, with packing, rows, documents and tokens;
-    equal on all ranks.
+    """Position in the data at which the next training step begins; equal on all ranks.
+
+    It counts consumed samples. With packing, it counts consumed rows, documents and tokens.
     """
 
     position: int = 0
@@ -155,10 +156,10 @@ class StepRows:
         return self.micro * self.accumulation * self.size
 
     def microbatches(self, position: int) -> Iterator[range]:
-        """Yields a range for each microbatch of this data rank: the positions of its rows among the rows of all ranks.
+        """Yields a range for each microbatch of this data rank: the positions of the microbatch's rows in the data.
 
         Args:
-            position: position of the training step's first row.
+            position: position of the training step's first row over all data ranks, from 0.
         """
         first = position + self.rank * self.micro * self.accumulation
         return (

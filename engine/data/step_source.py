@@ -32,8 +32,9 @@ from engine.program.batch import Batch
 
 
 def collated(samples: Sequence[Any], settings: LoaderSettings, absent: int = 0) -> Batch:
-    """Returns ``samples`` as one microbatch, by ``settings.collate`` or else torch's default; ``settings.pad`` first
-    pads them.
+    """Returns ``samples`` as one microbatch, made by ``settings.collate``.
+
+    Without ``collate``, samples are padded as ``settings.pad`` sets, and collated by torch's ``default_collate``.
 
     Args:
         absent: number of last samples that get labels of -100.
@@ -345,7 +346,7 @@ def own_state(given: Any) -> EngineError:
 
 
 def refused(left: int, batch: int) -> EngineError:
-    """Returns the error that the data end in an incomplete training step, with ``left`` of its ``batch`` rows."""
+    """Returns the error that the data end with ``left`` rows, too few for a training step of ``batch`` rows."""
     return EngineError(
         f"the data end with {left} of the {batch} rows of a step, so some ranks would have fewer than others. Choose "
         'at_end = "joined", which fills it up with rows of no weight, or "dropped", or another batch size.'

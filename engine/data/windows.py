@@ -287,7 +287,7 @@ class Documents(Protocol):
     """Number of tokens of each document."""
 
     def tokens(self, index: int) -> NDArray[Any]:
-        """Returns the tokens of document ``index``, a 1-D array. A token file returns a view of its memory map."""
+        """Returns the tokens of document ``index``, a 1-D array, possibly memory-mapped."""
 
 
 class _TokenFile:

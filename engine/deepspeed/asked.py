@@ -34,7 +34,7 @@ class Timers:
         return Throughput()
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Does nothing; the ``StepReport`` of each step has the seconds."""
+        """Does nothing; the ``StepReport`` of each step has its duration."""
 
 
 class DeepSpeedMonitor:
@@ -140,12 +140,14 @@ class AskedSettings:
     def zero_hpz_partition_size(self) -> int | str:
         """Returns the number of data ranks that share one secondary copy of the parameters (ZeRO++ hpZ), or "auto".
 
-        0 or 1: no secondary copy.
+        0 or 1: no secondary copy; "auto": the data ranks of a node share one.
         """
         return self._zero.zero_hpz_partition_size
 
     def mics_shard_size(self) -> int:
-        """Returns the number of data ranks over which ZeRO shards one copy of the state (MiCS); -1: all data ranks."""
+        """Returns the number of data ranks that together have one copy of the ZeRO-sharded state (MiCS); -1: all data
+        ranks.
+        """
         return self._zero.shard_size or -1
 
     def zero_quantized_weights(self) -> bool:
@@ -278,7 +280,7 @@ class AskedSettings:
         return 1.0
 
     def wall_clock_breakdown(self) -> bool:
-        """Returns False; the ``StepReport`` of each step has the seconds."""
+        """Returns False; the ``StepReport`` of each step has its duration."""
         return False
 
     def memory_breakdown(self) -> bool:
@@ -294,11 +296,11 @@ class AskedSettings:
         return False
 
     def curriculum_learning_enabled(self) -> bool:
-        """Returns False, because the section ``data_efficiency`` is not supported."""
+        """Returns False, because curriculum learning in the section ``data_efficiency`` is not supported."""
         return False
 
     def eigenvalue_enabled(self) -> bool:
-        """Returns False, because eigenvalues of blocks are not estimated."""
+        """Returns False, because the section ``eigenvalue`` has no effect."""
         return False
 
     def autotuning_enabled(self) -> bool:

@@ -23,7 +23,7 @@ def init_distributed(
 ) -> None:  # fmt: skip
     """Starts torch's default process group over all ranks, unless it exists. Collective.
 
-    The backend is NCCL on GPUs and gloo on the CPU. Other arguments have no effect.
+    The backend is NCCL on GPUs and gloo on the CPU.
 
     Args:
         timeout: time limit of collectives, if ``init_method`` or ``rank`` is passed; otherwise the environment variable
@@ -31,6 +31,8 @@ def init_distributed(
         init_method: torch's rendezvous URL, in place of the launcher's.
         rank: rank of this process; -1: the launcher's value.
         world_size: number of processes; -1: the launcher's value.
+
+    All other arguments have no effect.
     """
     if not dist.is_initialized() and (init_method is not None or rank >= 0):
         told = read_world()

@@ -107,7 +107,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         ``set_dataloader``.
 
         Raises:
-            EngineError: there are no training data; the configuration adds keyword arguments to the model's forward.
+            EngineError: there are no training data, or progressive layer drop or curriculum learning passes keyword
+                arguments to the model's forward.
         """
         self._scheduled.refuse_whole_steps()
         report = self.engine.train_batch(self._given(data_iter))
@@ -124,8 +125,9 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         """Computes the mean loss over one step's number of microbatches, without an update. Collective.
 
         Returns:
-            The loss as a 0-dim tensor, equal on all ranks; (loss, outputs) with ``return_logits``; outputs if
-                ``compute_loss`` is False. Only rank 0 gets outputs, for its own microbatches; other ranks get None.
+            The loss as a 0-dim tensor, equal on all ranks; (loss, output) with ``return_logits``; only the output if
+                ``compute_loss`` is False. Rank 0 gets the model's output for all its rows; other ranks get None as
+                output.
 
         Raises:
             EngineError: ``reduce_output`` is not "avg", or ``num_micro_batches`` differs from
@@ -290,8 +292,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         checkpoint lacks are unchanged. ``load_module_only`` loads only weights and buffers.
 
         Returns:
-            (folder of the checkpoint, ``client_state`` of ``save_checkpoint``), or (None, None) if ``load_dir/latest``
-                is needed and missing.
+            (folder of the checkpoint, ``client_state`` of ``save_checkpoint``), or (None, None) if ``tag`` is None and
+                ``load_dir/latest`` is missing.
 
         Raises:
             EngineError: ``custom_load_fn`` is passed.
@@ -405,7 +407,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Moves the state that ``offload_states`` has moved to host memory back to the device.
 
-        With ``non_blocking``, copies may still run when the call returns; the device waits for them.
+        With ``non_blocking``, copies may still run when the call returns; later work on the device waits for them.
         """
         self.engine.reload_states(non_blocking)
 

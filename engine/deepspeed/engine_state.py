@@ -29,7 +29,7 @@ class MicrobatchCount:
         """Microbatches of all steps; None: each step has the same number."""
 
     def end_step(self) -> None:
-        """Adds the number of backwards since the last call of this method to the count."""
+        """Increases the count by the number of backwards since the last call of this method."""
         if self.taken is not None:
             self.taken += self.waiting
         self.waiting = 0
@@ -212,7 +212,7 @@ class EngineState:
         return self.engine.grid.coord().pp == self.engine.grid.pp - 1
 
     def get_type(self) -> list[Any]:
-        """Returns the option ``type`` of each parameter group, None for a group without the option."""
+        """Returns the value under the key "type" of each parameter group; None without this key."""
         return [group.get("type") for group in self._groups]
 
     @property

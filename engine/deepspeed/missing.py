@@ -52,7 +52,7 @@ class MissingModules(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raises for modules inside ``engine.deepspeed``; returns None for others.
+        """Raises for a missing module inside ``engine.deepspeed``; returns None for modules outside it.
 
         Raises:
             ModuleNotFoundError: the module is inside ``engine.deepspeed``; the message names the nearest equivalent.

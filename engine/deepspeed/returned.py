@@ -15,7 +15,7 @@ from engine.reporting.step_report import StepReport
 
 
 class LastStep:
-    """Record of the last call of the engine's ``step``: its report, and the gradient norm of the last finished step."""
+    """Results of the engine's ``step`` calls: the report of the last call, and the last reported gradient norm."""
 
     def __init__(self) -> None:
         self.norm: float | None = None
@@ -131,7 +131,7 @@ def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
     """Returns the optimizer object that ``deepspeed.initialize`` returns; None if the engine has no optimizer.
 
     ``given`` is the script's optimizer, or a callable that makes it. A torch optimizer at ZeRO 0 in fp32 is returned
-    itself; otherwise the result is a ``DeepSpeedOptimizer``.
+    itself; otherwise the result is a ``DeepSpeedOptimizer``, which reads the step record ``last``.
     """
     config, own = engine.config, given if isinstance(given, torch.optim.Optimizer) else None
     if config.optimizer is None and given is None:
@@ -155,8 +155,8 @@ def returned_schedule(engine: Engine, given: Any) -> Any:
 
 
 def configured_schedule(config: Config, given: Any) -> Any:
-    """Returns the argument ``lr_scheduler`` for ``engine.initialize``: ``given``, or else a function that makes the
-    DeepSpeed schedule of ``config``.
+    """Returns the argument ``lr_scheduler`` for ``engine.initialize``: the user's schedule ``given`` or, if None, a
+    function that makes the DeepSpeed schedule of ``config``.
     """
     section = config.scheduler
     if given is not None or section is None or section.type not in SCHEDULES:

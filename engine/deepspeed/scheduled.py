@@ -47,7 +47,7 @@ class Scheduled:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (``args``, ``kwargs``) of a training forward, with the scheduled keyword arguments added.
 
-        ``steps`` is the number of completed steps. Positional arguments may become keywords.
+        ``steps`` is the number of completed steps. Positional arguments are returned by keyword, where possible.
         """
         added = self.keywords.at(steps)
         if added and len(args) <= len(self._names) and not kwargs.keys() & set(self._names[: len(args)]):

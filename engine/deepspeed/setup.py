@@ -53,7 +53,7 @@ def initialize(
 
     Raises:
         ConfigError: the configuration is missing, wrong or passed twice; ``model`` is missing; ``model_parameters``
-            sets more than lr and weight_decay; ranks in ``mpu`` or ``mesh_param`` are neither 1 nor as configured.
+            sets more than lr and weight_decay; ``mpu`` or ``mesh_param`` asks for unconfigured tensor ranks.
     """
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")
@@ -152,7 +152,8 @@ def _given(source: Any, args: Any) -> Mapping[str, Any]:
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None
 ) -> nn.Module:
-    """Casts ``model`` to ``dtype``, requests ``tp_size`` tensor ranks for it from ``initialize``, and returns it.
+    """Casts ``model`` to ``dtype`` in place, and returns it; ``initialize`` later shards it over ``tp_size`` tensor
+    ranks.
 
     ``config`` has no effect; pass it to ``initialize``.
 

@@ -37,7 +37,8 @@ def GatheredParameters(  # noqa: N802, DeepSpeed's name
 
     Args:
         params: parameters, or a module with them.
-        modifier_rank: rank that writes the parameters, to be broadcast at the end; None: all ranks write equal values.
+        modifier_rank: rank that changes the parameters; at the end, its values are broadcast. None: all ranks write
+            equal values.
         enabled: False: the context has no effect.
 
     ``fwd_module`` has no effect.

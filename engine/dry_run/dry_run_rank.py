@@ -107,7 +107,7 @@ class EqualRanksBackend(RecordingBackend):
     """Communication backend of a dry run in one process; all other ranks count as equal to this rank.
 
     Args:
-        exchanges: True if a reduce-scatter allocates a temporary tensor, as on gloo.
+        exchanges: True: a reduce-scatter allocates a temporary tensor for the slices of other ranks, as on gloo.
     """
 
     def __init__(self, grid: Grid, exchanges: bool) -> None:
@@ -117,8 +117,8 @@ class EqualRanksBackend(RecordingBackend):
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
         """Writes this rank's slice of ``full`` to ``shard``, without communication.
 
-        With ``exchanges``, except on the axis "tp", it instead allocates the temporary tensor of a real reduce-scatter,
-        and the returned function sets ``shard``; the values mean nothing.
+        If the backend has ``exchanges`` and ``axis`` is not "tp", it instead allocates a temporary tensor, and the
+        returned function writes meaningless values to ``shard``.
         """
         if not self._exchanges or axis == "tp":  # the tensor axis shares memory
             return super().reduce_scatter(shard, full, axis)
@@ -211,9 +211,7 @@ class DryRunTransport:
         self._far.pop(message, None)
 
     def recycle(self, tensor: Tensor) -> None:
-        """Records that the receive buffer of ``tensor`` is free or, if something still refers to the buffer, that it
-        counts as live.
-        """
+        """Records the receive buffer of ``tensor`` as free, or as live if something still refers to the buffer."""
         if not self._buffers.lent(tensor):
             return
         buffer = _buffer(tensor)
@@ -224,8 +222,8 @@ class DryRunTransport:
             self._live.take_in(tensor)
 
     def complete(self) -> None:
-        """Ends a pipeline action: releases the tensors sent to neighboring stages, and empties ``taken``,
-        ``given_back`` and ``kept``.
+        """Ends a pipeline action: releases the tensors sent to neighboring stages, and clears the records of receive
+        buffers.
         """
         self._near.clear()
         self.taken, self.given_back, self.kept = [], [], []
@@ -261,8 +259,10 @@ class DryRunStep:
     """Peak bytes of the final gradient reduction minus live bytes between steps."""
 
     def memory_of(self, action: Action, number: int, total: int) -> ActionMemory:
-        """Returns the live bytes measured for ``action`` if it is the first, second or last one of its stage and
-        operation; otherwise for a middle one.
+        """Returns the live bytes of ``action``.
+
+        For each stage and operation, the first, second, last and one middle action were measured; the middle one stands
+        for all others.
 
         Args:
             number: index of ``action`` among the actions with its stage and operation, from 0.
@@ -272,7 +272,7 @@ class DryRunStep:
         return self.actions[action.op, action.stage, place]
 
     def on_stages(self, stages: Mapping[int, int]) -> "DryRunStep":
-        """Returns a copy for another rank; its stages must have the same shapes.
+        """Returns a copy with the stage numbers of another rank; the stages of both ranks must have the same shapes.
 
         Args:
             stages: mapping from each stage of this rank to a stage of the other rank.
@@ -347,9 +347,10 @@ class DryRunRank:
         return DryRunStep(actions=found, base=base, end_rise=end_rise)
 
     def watch(self, modules: Sequence[str]) -> list[int]:
-        """Returns a list to which later steps append the live bytes after each forward of a module in ``modules``.
+        """Returns a list to which later steps append the live bytes after each forward of a module named in
+        ``modules``.
 
-        Recomputed forwards append nothing.
+        Forwards that a backward recomputes append nothing.
         """
         levels = list[int]()
 

@@ -12,8 +12,9 @@ MOST_PERIOD = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlikeRun:
-    """Repeating pattern of blocks at the end of a module list; its period has one or several blocks, such as two layers
-    with different attention.
+    """Repeating pattern of blocks at the end of a module list.
+
+    The part that repeats is one block or several, such as two layers with different attention.
     """
 
     blocks: str
@@ -75,7 +76,7 @@ def _blocks(run: AlikeRun) -> int:
 
 
 class KindNames:
-    """Names of modules and parameters in which the kind of a block replaces its number, such as ``layers.#0.mlp``.
+    """Names of modules and parameters with the kind of a block in place of its number, such as ``layers.#0.mlp``.
 
     Blocks of one list with equal modules, shapes and settings are of one kind.
     """

@@ -35,10 +35,10 @@ PlanOf = Callable[[nn.Module], Plan]
 def shortened_step(
     model: nn.Module, plan: Plan, run_dry: Callable[[nn.Module, Plan], DryRunStep], plan_of: PlanOf
 ) -> DryRunStep | None:
-    """Returns the live bytes of each action in a step without a pipeline, extrapolated from three copies of ``model``
-    with fewer blocks.
+    """Returns the live bytes of each action in a training step of ``model``, extrapolated from three copies with fewer
+    blocks.
 
-    Returns None if the extrapolation is not exact.
+    Returns None if the plan has a pipeline, or if the extrapolation is not exact.
 
     Args:
         run_dry: callback that runs a model dry by its plan, and returns the live bytes.

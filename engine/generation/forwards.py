@@ -76,12 +76,11 @@ class GenerationForwards:
         """Runs one forward of the model over all pipeline stages, and returns ``finish(output)``.
 
         Args:
-            arguments: keyword arguments of the forward, on the device; ``input_ids`` [rows, positions] are not yet
-                cached.
+            arguments: keyword arguments of the forward, on this rank's device; ``input_ids`` [rows, positions] are the
+                tokens that the caches lack.
             caches: caches that the forward reads and extends; None: no cache.
             finish: callback from the model's output to a tensor or a pytree of tensors.
-            everywhere: True: sends the result to all stages, over axis pp (traffic label "outputs"). False: ranks
-                without the last stage return None.
+            everywhere: True: sends the result to all pipeline stages. False: ranks without the last stage return None.
         """
         if self._meets:
             self._any_left(True)

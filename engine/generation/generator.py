@@ -89,7 +89,7 @@ class TextGenerator:
         return GeneratedText(tokens, [each for _, each in rows]) if asked else tokens
 
     def complete(self, requests: Sequence[GenerationRequest]) -> Completions:
-        """Returns the list of completions of each request, one for each sample. All requests run as one batch.
+        """Returns one list for each request, with a completion for each sample. All requests run as one batch.
 
         Each data rank passes its own requests, equal on its tensor and pipeline ranks.
 

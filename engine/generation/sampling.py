@@ -178,8 +178,10 @@ def keep_largest(scores_RV: Tensor, top_k_R: Tensor) -> Tensor:
 
 
 def keep_nucleus(chances_RV: Tensor, top_p_R: Tensor) -> Tensor:
-    """Returns ``chances_RV``, probabilities [rows, vocabulary], with 0 for every token outside of its row's nucleus,
-    not rescaled.
+    """Returns a copy of ``chances_RV``, probabilities [rows, vocabulary], with 0 for tokens outside of their row's
+    nucleus.
+
+    Other probabilities are unchanged.
 
     The nucleus (Holtzman et al. 2020) is the smallest set of likeliest tokens with a total of at least p; ``top_p_R``
     has the p of each row.
@@ -192,10 +194,10 @@ def keep_nucleus(chances_RV: Tensor, top_p_R: Tensor) -> Tensor:
 
 
 def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, alternatives: int) -> Tensor:
-    """Returns log-probabilities of one token in each of R rows and of the row's K = ``alternatives`` likeliest tokens.
+    """Returns log-probabilities for each of R rows: of one token, and of the K = ``alternatives`` likeliest tokens.
 
-    The result is fp64 [R, 1 + 2K]: log-probability of the token in ``tokens_R``, K largest log-probabilities, K ids.
-    Absent alternatives have -inf and id 0.
+    The result is fp64 [R, 1 + 2K]: log-probability of the token in ``tokens_R``, K largest log-probabilities, ids of
+    these K tokens. Absent alternatives have -inf and id 0.
     """
     logprobs_RV = logits_RV.float().log_softmax(dim=-1)
     likeliest_RK, tokens_RK = logprobs_RV.topk(min(alternatives, logprobs_RV.shape[-1]), dim=-1)

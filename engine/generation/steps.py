@@ -32,7 +32,8 @@ class NextLogits(Protocol):
         """
 
     def next(self, tokens: Sequence[int | None]) -> Tensor | None:
-        """Appends one token to each of R sequences, and returns the logits [R, V] after it; V is the vocabulary size.
+        """Appends one token to each of R sequences, and returns the logits [R, V] of the next one; V is the vocabulary
+        size.
 
         Pipeline ranks without the model's output get None.
 
@@ -177,7 +178,7 @@ class WholeSequences:
         return self._last(self._run())
 
     def finish(self) -> None:
-        """Joins the forwards of data ranks that still generate; returns when all have finished."""
+        """Takes part in the forwards of data ranks that still generate; returns when all have finished."""
         while self._runner.accompany(self._batch()):
             pass
 

@@ -122,7 +122,7 @@ def refuse_arguments(args: Any) -> None:
     """Refuses ``TrainingArguments`` that would shard or move the model outside the engine, such as FSDP or DeepSpeed.
 
     Raises:
-        ConfigError: one of these is set, a process sees several GPUs, or ``load_best_model_at_end`` is set with
+        ConfigError: such an argument is set, a process sees several GPUs, or ``load_best_model_at_end`` is set with
             ``save_only_model``.
     """
     for name, remedy in _REFUSED.items():
@@ -218,9 +218,9 @@ def conflict(key: str, given: Any, name: str, value: Any, owner: str = "Training
 
 
 def refuse_unlike(args: Any, rows: Mapping[str, int | None], comm: Comm, device: torch.device) -> None:
-    """Refuses values of ``args`` that control training steps, and dataset lengths, if they differ between ranks.
+    """Refuses dataset lengths, and values of ``args`` that control training steps, if they differ between ranks.
 
-    All-reduces over the world, traffic label "start".
+    Collective over the world.
 
     Args:
         args: ``TrainingArguments`` of this rank.

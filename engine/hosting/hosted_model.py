@@ -14,7 +14,7 @@ class HostedModel(nn.Module):
     """Module that another library's training loop calls in place of the model; forwards run on the engine.
 
     Other attributes come from the model. With pipeline parallelism, every rank gets the output. If the loop trains by
-    ``train_batch``, forward only predicts.
+    the engine's ``train_batch``, forward serves only for evaluation.
     """
 
     def __init__(self, trained: Engine, rows: int | None = None, whole_steps: bool = False) -> None:
@@ -60,8 +60,9 @@ _NO_LABEL = -100
 
 
 def with_share(batch: Any, rows: int, micro: int) -> Any:
-    """Returns a copy of ``batch`` in which "num_items_in_batch" becomes a tensor [rows]: the number divided
-    among rows by their labels, or else equally.
+    """Returns a copy of ``batch`` in which "num_items_in_batch" is divided among the rows, as a tensor [rows].
+
+    The shares are proportional to the rows' numbers of labels, or equal if a microbatch has no labels.
 
     A batch without this entry is returned itself.
 
@@ -79,7 +80,8 @@ def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
     """Replaces ``output["loss"]``, one loss per microbatch, in place by the loss of the whole batch; returns
     ``output``.
 
-    The loss is the microbatches' mean, weighted by labels or else by rows. Without these losses nothing changes.
+    The loss is the microbatches' mean, weighted by their numbers of labels or else of rows. An output without a loss
+    per microbatch is unchanged.
 
     Args:
         rows: number of rows of the batch.

@@ -171,7 +171,8 @@ def trained_child(module: nn.Module, name: str | None) -> str:
     If nothing is trainable, the only child with parameters counts.
 
     Raises:
-        ConfigError: this submodule does not exist, is not the only candidate, or other parameters are trainable too.
+        ConfigError: ``name`` does not exist, or is None without exactly one such child; or parameters outside the
+            submodule are trainable.
     """
     kind = type(module).__name__
     if name is None:

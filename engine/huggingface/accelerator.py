@@ -187,10 +187,10 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns ``model``; in ``evaluation_mode``, a model that the engine does not train is first moved to this
-        rank's device.
+        """Returns ``model``.
 
-        ``device_placement=False`` prevents the move.
+        With ``evaluation_mode``, a model that the engine does not train is first moved to this rank's device, unless
+        ``device_placement`` is False.
         """
         placed = isinstance(model, HostedModel) or (self.hosted is not None and model is self.hosted.module)
         return model if placed or not evaluation_mode or device_placement is False else model.to(self.device)
@@ -252,8 +252,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.hosted.zero_grad()
 
     def record(self, report: StepReport) -> None:
-        """Stores ``grad_norm`` and ``skipped`` of ``report``. Reads of parameters' ``grad`` then raise until
-        ``zero_grad``.
+        """Stores ``grad_norm`` and ``skipped`` of ``report``. Reading a parameter's ``grad`` then raises an error until
+        ``zero_grad`` is called.
         """
         self.grad_norm.fill_(report.grad_norm)
         self.skipped = report.skipped
@@ -302,10 +302,10 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._begin = deepcopy(scheduler.state_dict()), [_scheduled(group) for group in groups]
 
     def move_from(self, data_ranks: int) -> None:
-        """Moves a restored schedule to the same update in this run, if the saved run made ``data_ranks`` scheduler
-        steps per update.
+        """Converts a restored schedule's step number to this run, if the saved run made ``data_ranks`` scheduler steps
+        per update.
 
-        If only the saved step, not this update, reproduces the saved learning rate, the schedule stays at that step.
+        The step number is unchanged if only the saved one gives the saved learning rate.
         """
         schedule: Any = self.scheduler
         saved, rates = schedule.last_epoch, list(schedule.get_last_lr())
@@ -330,10 +330,11 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
             schedule.step()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Makes one scheduler step for each data rank after an update, and none after a skipped update or inside an
-        accumulation.
+        """Makes one scheduler step for each data rank after an update, and none after a skipped update or before a
+        step's last microbatch.
 
-        If accelerate splits batches, or steps the scheduler without the optimizer, the call acts as accelerate's.
+        With accelerate's ``split_batches=True`` or ``step_scheduler_with_optimizer=False``, calls accelerate's ``step``
+        instead.
         """
         if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)

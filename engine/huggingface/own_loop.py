@@ -227,7 +227,7 @@ class Accelerator(SavedState):
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """Closes the engine, then calls ``accelerate.Accelerator.free_memory``."""
+        """Closes the engine, and returns the result of ``accelerate.Accelerator.free_memory(*objects)``."""
         self._close()
         return super().free_memory(*objects)
 

@@ -80,7 +80,7 @@ class ServedGeneration:
     def get_server_info(self) -> Mapping[str, Any]:
         """Returns ``{"model_config": {"logprobs_mode": mode}}`` for TRL.
 
-        ``mode`` is "processed_logprobs", unless a server has another mode.
+        ``mode`` is "processed_logprobs" if all servers have it, otherwise the first other mode.
         """
         others = [mode for mode in self._modes if mode != "processed_logprobs"]
         return {"model_config": {"logprobs_mode": (others or self._modes)[0]}}

@@ -121,8 +121,8 @@ class WholeSteps:
         return given | {_COUNT: given[_COUNT].sum()} if _COUNT in given else given  # in evaluation by row
 
     def loss(self, output: Any, microbatch: Mapping[str, Any]) -> Tensor:
-        """Returns the 0-dim loss of a microbatch, scaled so that its mean over the step equals the loss of
-        transformers.
+        """Returns the 0-dim loss of a microbatch, scaled so that the mean over the step's microbatches equals the loss
+        of transformers' Trainer.
 
         Args:
             output: output of the model's last pipeline stage.
@@ -225,7 +225,7 @@ class Trainer(TrlLoop):
     """``transformers.Trainer`` that trains its model on the engine. Batch sizes, precision, optimizer, schedule and
     clipping come from ``TrainingArguments``; ``per_device_train_batch_size`` is the rows of a data rank's microbatch.
 
-    A TRL trainer can be a second base, without a pipeline: ``class Tuner(Trainer, trl.GRPOTrainer)``.
+    Without a pipeline, a subclass may add a TRL trainer: ``class Tuner(Trainer, trl.GRPOTrainer)``.
 
     With a pipeline, the callback ``on_pre_optimizer_step`` is called after the update. If a subclass overrides
     ``compute_loss`` or ``training_step``, the pipeline runs one microbatch at a time.
@@ -406,10 +406,10 @@ class Trainer(TrlLoop):
         return bool(super()._determine_best_metric(metrics, trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the full model, as ``from_pretrained`` reads it, and the tokenizer or processor into ``output_dir``.
-        Collective.
+        """Writes the full model, as ``from_pretrained`` reads it, and the Trainer's tokenizer or processor into
+        ``output_dir``. Collective.
 
-        Pushes to the hub if ``TrainingArguments`` ask for it.
+        If ``TrainingArguments.push_to_hub`` is set, also pushes the model to the hub.
         """
         if self.accelerator.hosted is None:
             super().save_model(output_dir, _internal_call)

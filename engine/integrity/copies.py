@@ -43,10 +43,9 @@ class DataCopies:
         self._compared: list[_AxisCopies] = []
 
     def compare(self, held: Sequence[StateTensor], digests: Sequence[Tensor]) -> Tensor:
-        """Compares tensors that must be equal on several ranks; returns a 0-dim bool tensor on the device, True if any
-        differ.
+        """Compares tensors that must be equal on several ranks; returns a 0-dim bool tensor, True if any differ.
 
-        All-gathers 16 bytes for each tensor and rank, traffic label "integrity".
+        All-gathers 16 bytes for each tensor and rank.
 
         Args:
             held: weights and optimizer state of this rank; tensors without a copy on another rank are skipped.
@@ -67,7 +66,7 @@ class DataCopies:
         All-gathers the full digests of these tensors.
 
         Args:
-            update: number of updates at the last check without corruption.
+            update: number of updates made before the last check that found no corruption.
         """
         return [finding for each in self._compared for finding in each.findings(update, self.device)]
 
@@ -139,7 +138,7 @@ class ReplicaCopies:
         the model.
 
         Args:
-            update: number of updates at the last check without corruption.
+            update: number of updates made before the last check that found no corruption.
         """
         found, peers, table = [], self._comm.grid.peers("replica"), self._found.tolist()
         for column, row in enumerate(self._rows if self._found.numel() else ()):
@@ -190,7 +189,7 @@ def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
 
 
 def copies_finding(one: Finding, odd: Sequence[int], ranks: Sequence[int]) -> Finding:
-    """Returns a copy of the report ``one`` with ``odd``, the ranks that differ from all other ``ranks``, as faulty."""
+    """Returns a copy of the report ``one`` with ``odd`` as the faulty ranks; they differ from the other ``ranks``."""
     values = one.to_json() | {"how": "copies", "ranks": odd, "others": [rank for rank in ranks if rank not in odd]}
     return Finding.from_json(values)
 
@@ -205,7 +204,8 @@ def _gathered(own: Tensor, comm: Comm, axis: Axis) -> Tensor:
 
 
 class Writes:
-    """Snapshot of torch's version counters of some tensors, which operators increase and flipped bits do not.
+    """Snapshot of torch's version counters of some tensors. A write by an operator increases a counter; a flipped bit
+    does not.
 
     A replaced tensor object counts as written; a write through ``parameter.data`` does not.
     """
@@ -290,8 +290,8 @@ class AtRest:
         return (self._update >= 0) | bool(self._found)
 
     def findings(self, rank: int) -> list[Finding]:
-        """Returns reports of the changes found since the last call, each with ``rank`` as the faulty rank. The host
-        waits for the device.
+        """Returns reports of the corruption that ``compare`` has found since the last call of this method, with
+        ``rank`` as the faulty rank. The host waits for the device.
         """
         self._keep_found()
         found, self._found = self._found, []

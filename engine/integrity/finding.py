@@ -32,7 +32,7 @@ _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 @dataclass(frozen=True, slots=True)
 class FlippedPlace:
-    """Position of changed bits in a tensor, as exact as two digests of the tensor reveal."""
+    """Position of changed bits in a tensor: one element, or the range of elements that may have changed."""
 
     element: int
     """Index of the changed element in the flat tensor; of the first one if several may have changed."""
@@ -73,9 +73,9 @@ def write_digest(tensor: Tensor, out: Tensor) -> None:
 
 @torch.no_grad()
 def short_digest(digest: Tensor) -> Tensor:
-    """Returns two weighted sums of the words of ``digest``, int64 [2]: over the first 16 words and over all others.
+    """Shortens ``digest`` to int64 [2]: a weighted sum of its first 16 words, and one of its other words.
 
-    One changed word always changes a sum.
+    A change of one word always changes the result.
     """
     weighed = digest * odd_factors(0, len(digest), digest.device)
     return torch.stack([weighed[:RUN].sum(), weighed[RUN:].sum()])
@@ -198,8 +198,8 @@ class Finding:
 
     @classmethod
     def at_rest(cls, held: StateTensor, place: FlippedPlace, update: int) -> "Finding":
-        """Returns the report that ``held``, a tensor of weights or optimizer state, has changed at ``place`` without a
-        write after update ``update``.
+        """Returns a report of corrupted memory: since update ``update``, the weights or optimizer state in ``held``
+        have changed at ``place`` without a write.
         """
         return cls(
             how="rest",

@@ -61,14 +61,14 @@ class ComputedGradients:
         return self._differs is not None and self._differs.any()
 
     def findings(self, rank: int, update: int) -> list[Finding]:
-        """Returns a list with a report about the first gradient, or else the loss, that differs between two runs; [] if
-        none does.
+        """Returns a list with one report, about the first gradient that differs between the two runs of a step, or else
+        the loss; [] if the runs are equal.
 
-        Then forgets the comparison. The host waits for the device.
+        The comparison is then dropped. The host waits for the device.
 
         Args:
             rank: global rank of this process.
-            update: number of updates at the last check without corruption.
+            update: number of updates made before the last check that found no corruption.
         """
         differs, self._differs = self._differs, None
         if differs is None or not differs.any():
@@ -115,7 +115,7 @@ class Integrity(StepPart):
         """Compares weights and optimizer state with their digests of the last update, without host synchronization;
         ``check`` reads the result.
 
-        Returns ``step.problem``, the step's error or None.
+        Returns ``step.problem`` unchanged.
         """
         self._at_rest.compare()
         return step.problem
@@ -141,7 +141,7 @@ class Integrity(StepPart):
         steps and after a skipped step. Collective.
 
         Args:
-            step: state of the step; traffic of ``check`` does not count as the step's.
+            step: state of the step; bytes that ``check`` sends are left out of its traffic.
             made: number of updates so far.
             skipped: True if the step was skipped.
 

@@ -47,7 +47,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         more: ``cluster_environment`` and ``checkpoint_io``, as Lightning's strategies take them.
 
     Raises:
-        ConfigError: the configuration contradicts Trainer; optimization is manual; or other parameters are trainable.
+        ConfigError: the configuration contradicts Trainer; optimization is manual; or parameters outside the submodule
+            are trainable.
     """
 
     precision_plugin: Any
@@ -237,8 +238,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     # ------------------------------------------------------------------ values of all data ranks
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Returns ``tensor`` reduced over ``group``, as Lightning's DDP strategy does; in a sum over the world, each
-        data rank counts once.
+        """Returns ``tensor`` reduced over ``group``, as Lightning's DDP strategy does.
+
+        A sum over the world counts ranks with the same rows once.
 
         Args:
             group: process group; None: the world.
@@ -257,10 +259,11 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return bool(count == self.world_size) if all else bool(count)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns the tensors of all data ranks as [data ranks, ...], in rank order. Gathers over the world.
+        """Returns the tensors of all ranks of ``group``, stacked as [ranks, ...] in rank order. Collective over
+        ``group``.
 
         Args:
-            group: process group; for any other than the world, the result has all ranks of the group.
+            group: process group; None: the world, and the result has only one tensor of each data rank.
             sync_grads: True: gradients flow back through the gather.
         """
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)

@@ -54,9 +54,10 @@ class DecoderConfig:
 
     @property
     def residual_std(self) -> float:
-        """Initial standard deviation of weights in the two projections of a layer that write to the residual stream.
+        """Initial standard deviation of the weights in each layer's two output projections, which write to the residual
+        stream.
 
-        It falls with the number of layers.
+        More layers give a smaller value.
         """
         return INIT_STD / math.sqrt(2 * self.layers)
 
@@ -179,8 +180,8 @@ class Decoder(nn.Module):
     """GPT-2 style decoder from token ids [B, L] to logits [B, L, V]: B sequences of L tokens, V entries in the
     vocabulary.
 
-    It may be built on the meta device, then filled by ``to_empty`` and ``reset_parameters`` of each module.
-    ``to_empty`` separates tied weights; tie them again.
+    To fill a decoder built on the meta device, call ``to_empty``, tie tied weights again, then call
+    ``reset_parameters`` of each module that has it.
     """
 
     def __init__(self, config: DecoderConfig) -> None:

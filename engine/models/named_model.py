@@ -51,12 +51,12 @@ def _command_line(*words: str) -> Iterator[None]:
 
 
 def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: str = _REMEDY) -> Any:
-    """Returns the model that ``build`` makes.
+    """Returns the model that ``build`` makes; an exception becomes an error that names the model.
 
     Args:
         name: name of the model on the command line.
         build: function that builds the model.
-        where: words for the error, such as " on the meta device".
+        where: words after "cannot be built" in the error, such as " on the meta device".
         remedy: last clause of the error: a suggestion for the user.
 
     Raises:
@@ -75,7 +75,8 @@ def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: st
 def model_and_rows(name: str, made: object) -> tuple[nn.Module, Any, Any]:
     """Returns (model, rows, loss_fn) from ``made``, the result of a user's function that builds a model.
 
-    ``made`` is model, (model, rows) or (model, rows, loss_fn), where rows are a batch; absent parts become None.
+    ``made`` is a model, (model, rows) or (model, rows, loss_fn); absent parts become None. ``rows`` is one batch of
+    inputs.
 
     Args:
         name: name of the model on the command line, for the error.

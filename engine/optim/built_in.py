@@ -35,8 +35,8 @@ from engine.zero.optim.rules.schedule_free import FlatScheduleFreeAdamW
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """Optimizer state of one parameter group: values per parameter element (in the moments' dtype or in 8 bits), or a
-    rule for whole matrices.
+    """Description of a parameter group's optimizer state: the number of values per parameter element, or the rule for
+    whole matrices.
     """
 
     values: int = 0
@@ -57,7 +57,7 @@ class GroupState:
 
         Args:
             elements: number of parameter elements.
-            itemsize: bytes of a moment value that is not stored in 8 bits.
+            itemsize: bytes of a value in the moments' dtype; values in 8 bits do not depend on it.
         """
         return self.values * elements * itemsize + self.codes * StateFormat(self.block, signed=True).bytes(elements)
 
@@ -75,7 +75,7 @@ def built_in_optimizer(config: OptimizerConfig) -> OptimizerFactory:
     """Returns a function that makes the configured optimizer over parameter groups of flat buckets (1-D tensors of many
     parameters).
 
-    With several configured optimizers, each group is updated by its own.
+    With several configured optimizers, each parameter group is updated by the optimizer assigned to it.
     """
     if not config.before:
         return _flat(config)
@@ -196,7 +196,7 @@ def refuse_experts(rows: Iterable[ShardRow], rules: Mapping[int, MatrixRule]) ->
         rules: update rules of whole matrices, by index of the parameter group.
 
     Raises:
-        PlanError: a group of ``rules`` has a parameter of these experts.
+        PlanError: a parameter of such experts is in a group with a rule.
     """
     name = next((row.name for row in rows if row.trainable and row.experts and row.group in rules), None)
     if name is not None:
@@ -230,9 +230,7 @@ class MatrixOwners:
 
     @property
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of data ranks that exchange matrices; a rank is its index on the axis over which gradients are
-        summed.
-        """
+        """Groups of data ranks that exchange matrices, as indices on the axis over which gradients are summed."""
         count, grid = self._shares, self.config.grid(0)
         return tuple(tuple(range(first, first + count)) for first in range(0, grid.size(grid.sums), count))
 
@@ -281,7 +279,7 @@ class MatrixOwners:
         return (*data, *tensor)
 
     def state_bytes(self, coord: Coord) -> int:
-        """Returns the bytes of optimizer state of the whole matrices that the rank at ``coord`` updates."""
+        """Returns the bytes of optimizer state for the matrices that the rank at ``coord`` updates."""
         routes = self.routes(coord)
         made = routes.made if routes is not None else ()
         return sum(self._state(row) for row in self.rows if row.name in made)
@@ -312,8 +310,8 @@ class MatrixOwners:
 
 
 def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> FactorRoutes | None:
-    """Returns Adafactor's all-reduces of row and column means on a pipeline rank; None if it updates no parameter
-    there.
+    """Returns Adafactor's all-reduces of row and column means on a pipeline rank; None if Adafactor updates none of the
+    rank's parameters.
 
     Args:
         rows: one row for each parameter of the pipeline rank, with its optimizer group and sharding.
@@ -324,7 +322,8 @@ def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Conf
 
 
 def layer_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> LayerRoutes | None:
-    """Returns the all-reduces of norms by LAMB and LARS on a pipeline rank; None if they update no parameter there.
+    """Returns the all-reduces of norms by LAMB and LARS on a pipeline rank; None if these optimizers update none of the
+    rank's parameters.
 
     Args:
         rows: one row for each parameter of the pipeline rank, with its optimizer group and sharding.

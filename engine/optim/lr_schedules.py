@@ -456,8 +456,9 @@ class UpdateScheduler(LRScheduler):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the number of the last update from ``state_dict``, also of a torch scheduler, and sets the rates of
-        the next update.
+        """Restores the number of the last update, and sets the rates of the next update.
+
+        ``state_dict`` may also come from a torch scheduler.
         """
         # an engine that makes the steps has replaced ``step``
         self._place(state_dict.get("last_epoch", state_dict.get("last_batch_iteration", -1) + 1))

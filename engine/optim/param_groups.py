@@ -67,7 +67,8 @@ def read_optimizer(
 def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, notes: Iterable[str]) -> Config:
     """Returns ``config`` with ``notes``, and a note for each section that an argument replaces.
 
-    The section ``scheduler`` is removed if replaced; of ``optimizer``, only type and params lose their effect.
+    A replaced section ``scheduler`` is removed. A replaced section ``optimizer`` stays, but its type and params have no
+    effect.
 
     Args:
         optimizer: the user's optimizer, or None.
@@ -177,10 +178,11 @@ def _required(parameters: list[inspect.Parameter]) -> Iterator[str]:
 def assign_groups(
     model: nn.Module, config: OptimizerConfig | None
 ) -> tuple[Mapping[str, int], tuple[GroupOptions, ...]]:
-    """Returns (parameter-group index of every trainable parameter by its first name, options of each group).
+    """Returns (mapping from the name of each trainable parameter to its group's index, options of each group).
 
-    Groups are numbered in the order of their first parameters. With several optimizers, the first one with a ``match``
-    for the name takes a parameter, else the last; optimizers of matrices take only 2-D parameters.
+    Groups are numbered in the order of their first parameters. A tied parameter appears under its first name. With
+    several optimizers, the first one with a ``match`` for a parameter's name updates it, or else the last; optimizers
+    of matrices take only 2-D parameters.
 
     Raises:
         ConfigError: a pattern matches no trainable parameter, or an optimizer of matrices is last and a remaining

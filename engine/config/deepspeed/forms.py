@@ -219,7 +219,7 @@ class ElasticBatch(NamedTuple):
 def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatch | None:
     """Computes the batch sizes for an ``elasticity`` section; returns None and adds a problem if a value is wrong.
 
-    It chooses the number of rows per step that most GPU counts divide into whole microbatches.
+    The chosen rows per step divide into whole microbatches on as many numbers of GPUs as possible.
     """
     most = _read(_SIZE, section, "max_train_batch_size", 2000, problems)
     micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)
@@ -274,7 +274,7 @@ class LayerDrop:
     gamma: float = setting(0.001, Real(low=0), required=True)
 
     def kept(self, steps: int) -> float:
-        """Returns the probability that a layer runs, after ``steps`` completed steps; 1 in the first two steps."""
+        """Returns the probability that a layer runs in the step after ``steps`` completed steps."""
         return (1 - self.theta) * math.exp(-self.gamma * max(0, steps - 1)) + self.theta
 
 
@@ -326,9 +326,9 @@ class ForwardKeywords:
     curriculum: Curriculum | None = None
 
     def at(self, steps: int) -> dict[str, Any]:
-        """Returns the keyword arguments that the model's forward gets after ``steps`` steps, including skipped ones.
+        """Returns the keyword arguments that the model's forward gets after ``steps`` steps.
 
-        The result is empty if no feature is enabled.
+        Skipped steps count too. The result is empty if no feature is enabled.
         """
         given: dict[str, Any] = {}
         if self.layer_drop is not None:

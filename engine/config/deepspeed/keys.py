@@ -54,7 +54,8 @@ class Moved:
 class Feature:
     """Treatment of a DeepSpeed section: ignored while its key ``switch`` is off, an error while it is on.
 
-    If ``noted`` or ``passed`` is True, a note replaces the error.
+    A note replaces the error if the section is needless (``noted``) or implemented in ``engine.deepspeed``
+    (``passed``).
     """
 
     reason: str

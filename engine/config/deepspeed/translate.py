@@ -17,7 +17,7 @@ from engine.config.wording import join_path, kind, shown_value
 def translate(
     raw: Mapping[str, Any], ours: frozenset[str], problems: Problems
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Translates DeepSpeed's keys in ``raw``. Returns the remaining configuration, and notes for the user.
+    """Translates DeepSpeed's keys in ``raw`` to Trine's. Returns the translated configuration, and notes for the user.
 
     A DeepSpeed key with an equivalent sets that Trine key. Unknown keys stay in the configuration. ``ours``: dotted
     paths of Trine's keys.

@@ -22,7 +22,7 @@ def loader_of_a_rank(
         grid: grid of ranks, with this rank's position.
         collate: callback that makes a batch from a list of rows.
         shuffle: True: the default sampler shuffles the rows.
-        sampler: sampler of this rank's rows; None: torch's DistributedSampler. An iterable dataset has no sampler.
+        sampler: sampler of this rank's rows; None: torch's DistributedSampler, or no sampler for an iterable dataset.
         options: further keyword arguments of the DataLoader.
     """
     if sampler is None and not isinstance(data, IterableDataset):

@@ -161,7 +161,8 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets this rank's 1-D shard of the fp32 weight of ``param`` to ``value``, which has as many elements.
+    """Sets this rank's 1-D shard of the fp32 weight of ``param`` to ``value``, which must have as many elements as the
+    shard.
 
     Raises:
         EngineError: ``param`` is frozen, or no engine trains it.
@@ -178,7 +179,8 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets this rank's 1-D shard of the gradient of ``param`` to ``value``, which has as many elements.
+    """Sets this rank's 1-D shard of the gradient of ``param`` to ``value``, which must have as many elements as the
+    shard.
 
     Call it after ``backward`` and before ``step``.
 

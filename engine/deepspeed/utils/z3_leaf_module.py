@@ -44,7 +44,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns ``model`` and its submodules that are marked as ZeRO 3 leaf modules."""
+    """Returns the modules in ``model``, including itself, that are marked as ZeRO 3 leaf modules."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 

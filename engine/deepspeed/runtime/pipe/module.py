@@ -52,7 +52,8 @@ class PipelineModule(nn.Sequential):
         loss_fn: callback (output, label) -> 0-dim loss.
         seed_layers: True: calls ``seed_fn(base_seed + i)`` before layer i is built.
         seed_fn: callback that seeds random generators; None: ``torch.manual_seed``.
-        activation_checkpoint_interval: above 0: ``activation_checkpointing.mode`` is "full" unless configured.
+        activation_checkpoint_interval: any number above 0 sets ``activation_checkpointing.mode`` to "full", unless it
+            is configured.
 
     ``partition_method``, ``activation_checkpoint_func``, ``checkpointable_layers`` and ``dynamic_shape`` have no
     effect.
