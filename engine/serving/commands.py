@@ -65,7 +65,7 @@ class AdamParameters:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """Parameters of all sequences that one request samples."""
+    """Settings of one sampling request, such as number of samples and temperature."""
 
     samples: int = 1
     max_tokens: int = 0
@@ -130,7 +130,7 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class DropWeights:
-    """Command that removes saved weights; it also succeeds if no saved weights have this name."""
+    """Command that removes the weights saved under ``name``; it also succeeds if there are none."""
 
     name: str
 
@@ -218,7 +218,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class TrainedOutput:
-    """Result of :class:`ForwardBackward`: outputs of each datum, and metrics."""
+    """Result of :class:`ForwardBackward`: log-probabilities of each datum's target tokens, and metrics."""
 
     outputs: tuple[Mapping[str, Array], ...]
     """Outputs of each datum by name: logprobs fp32 of the shape of its target_tokens."""
@@ -263,7 +263,7 @@ class TensorOutput:
 
 @dataclass(frozen=True, slots=True)
 class PlainOutput:
-    """Result of a command without tensors: JSON values by name."""
+    """Result of a command that returns no tensors: JSON values by name."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -273,7 +273,7 @@ class Failure:
     """Result of a failed command: a sentence with the error, and a category.
 
     The category is "user" for a client's error, "server" for the service's error, and "gone" if
-    the service has dropped the forward of a backward.
+    a backward names a forward that the service no longer has.
     """
 
     error: str

@@ -17,7 +17,7 @@ ABSENT = (0, -99999.0)
 def sample(engine: Engine, command: SampleTokens) -> SampledOutput:
     """Samples the sequences that ``command`` requests; all ranks get the same result.
 
-    All ranks of the engine call it. Each token costs the traffic of its forward, and 8 bytes a sequence.
+    All ranks of the engine call it. For each new token, they run a forward, and exchange 8 bytes for each sequence.
 
     Raises:
         ServedError: the prompt is empty or has a token outside the vocabulary.

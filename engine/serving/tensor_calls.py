@@ -140,9 +140,10 @@ class TensorCalls:
         return TensorOutput({name: _array(value) for name, value in gradients.items()}, trainer.version)
 
     def update(self, trainer: TenantTrainer, command: OptimStep) -> PlainOutput:
-        """Updates the model's weights by AdamW with the accumulated gradient; returns "grad_norm" and "version".
+        """Updates the model's weights by AdamW with the accumulated gradient.
 
-        Drops stored forwards that become more than ``staleness`` updates old. All ranks of the grid call it.
+        Returns "grad_norm" and "version", the number of updates and loads. Drops stored forwards that become more than
+        ``staleness`` updates old. All ranks of the grid call it.
         """
         trainer.complete_gradient()  # before forwards are dropped: it may refuse the update
         self._drop_early(command.model, trainer.version + 1)
@@ -198,8 +199,9 @@ class TensorCalls:
             self._ended.popitem(last=False)
 
     def call(self, command: CallFunction) -> TensorOutput:
-        """Calls the function ``command.name`` with the command's tensors; returns its result tensors. All ranks call
-        it.
+        """Calls the function ``command.name`` with ``command.tensors``; returns the function's result tensors.
+
+        All ranks call it.
 
         Raises:
             ServedError: there is no function of this name.

@@ -33,10 +33,10 @@ def take_batch(
     """Takes a step's microbatches, and checks that they are equal on all ranks of the replica (one full copy of the
     model).
 
-    Returns (microbatches, problem, moved anywhere): the error of ``take`` or of the check, or None; True if ``moved``
-    is True on any rank of the replica.
+    Returns (microbatches, problem, moved anywhere). The problem is the error of ``take`` or of the check, or None; the
+    last item is True if ``moved`` is True on any rank of the replica.
 
-    ``moved``: True if attributes of the model have changed on this rank.
+    ``moved``: True if this rank's model attributes have changed since the last ``TraceCache.agree``.
 
     Raises:
         EngineError: a rank of the replica did not take part, or has ended.
@@ -65,8 +65,8 @@ def check_batch(
     One all-gather of 8 bytes a rank over the replica, label "batch check". Returns True if ``moved`` is True on any
     rank.
 
-    ``problem``: exception that left this rank without a batch; then all other ranks raise. ``moved``: True if
-    attributes of the model have changed on this rank.
+    ``problem``: exception that left this rank without a batch; then all other ranks raise. ``moved``: True if this
+    rank's model attributes have changed since the last ``TraceCache.agree``.
 
     Raises:
         EngineError: batches or grad modes differ between ranks (all ranks raise), or another rank has no batch.
@@ -111,8 +111,8 @@ def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm,
     ``problem``: exception of a trace on this rank, or None.
 
     Raises:
-        EngineError: paths differ, or only some ranks have a ``problem``. With a ``problem`` other than PlanError,
-            this rank returns instead.
+        EngineError: paths differ, or only some ranks have a ``problem``. Not raised on a rank with a ``problem``
+            other than PlanError.
     """
     digest = _REFUSED if problem is not None else zlib.crc32(repr(list(paths)).encode())
     mine = torch.tensor([digest], dtype=torch.int64)
@@ -145,7 +145,7 @@ def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str 
 
 
 def small_digest(microbatches: Sequence[Batch]) -> int:
-    """Returns a hash of names, shapes, dtypes and content of all tensors in a step's microbatches, from 1 to 2^20."""
+    """Returns a hash, from 1 to 2^20, of names, shapes, dtypes and content of all tensors in a step's microbatches."""
     return _digest(microbatches) % (2**20 - 3) + 1
 
 

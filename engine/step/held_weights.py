@@ -48,7 +48,7 @@ class ForwardDates:
 
     Args:
         updates: object that counts weight updates (``made``).
-        calls: pipeline forwards of the user's loop, with their own counter of updates; None without a pipeline.
+        calls: runner of the user's ``eng(batch)`` calls on a pipeline; None without a pipeline.
     """
 
     def __init__(self, updates: CountsUpdates, calls: PipelineCalls | None) -> None:
@@ -162,7 +162,7 @@ class WeightHolds(StepPart):
         return step.problem
 
     def changing(self) -> AbstractContextManager[None]:
-        """Copies the weights before a change between steps if a handle refers to them; returns an empty context."""
+        """Copies the weights now if a handle refers to them; returns an empty context for changes of the weights."""
         self._copy_held()
         return nullcontext()
 

@@ -90,7 +90,7 @@ class MicrobatchRunner:
         return list(self._traced.values())
 
     def trace_again(self) -> None:
-        """Makes each different trace of the step again after a NaN loss on a pipeline, and compares it with the first.
+        """Repeats each different trace of the step after a NaN loss on a pipeline, and compares old and new trace.
 
         Raises:
             EngineError: the forward has changed since it was traced.

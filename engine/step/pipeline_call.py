@@ -49,7 +49,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def cut_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchRows, rows: int | None) -> list[Arguments]:
     """Splits arguments of the model's forward into parts of ``rows`` rows; None: one part.
 
-    The last part may have fewer rows. Mappings become plain dicts. ``cut``: rule that leaves some tensors whole.
+    The last part may have fewer rows. Mappings become plain dicts. ``cut``: rule that names tensors not to be split.
 
     Raises:
         EngineError: tensors have different numbers of rows.
@@ -113,8 +113,8 @@ Gradients = Sequence[Tensor | None]
 
 
 def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
-    """Returns ``tensors`` as the start of a new autograd graph, writable in place. Its backward passes their gradients
-    to the callback ``arrive``.
+    """Returns ``tensors`` as the start of a new autograd graph, writable in place. A backward through the
+    graph passes the gradients of ``tensors`` to the callback ``arrive``.
     """
     anchor = torch.empty(0, requires_grad=True)
     attached: tuple[Tensor, ...] = _Cut.apply(anchor, _Given(tensors, arrive))  # type: ignore[no-untyped-call]
@@ -244,7 +244,7 @@ class PipelineCalls:
 
         Args:
             key: seed of the random numbers of the forward.
-            rows: rows of each part of the batch that runs through the stages; None: one part.
+            rows: number of rows of each part into which the batch is split; None: one part.
 
         Raises:
             EngineError: an argument with a gradient is no leaf of autograd, or the outputs of several parts cannot be
@@ -287,7 +287,7 @@ class PipelineCalls:
 
     @property
     def updates(self) -> int:
-        """Number of times that weights may have changed; a backward raises if it has grown since the forward."""
+        """Number of times that weights may have changed; a backward raises if the number grew after the forward."""
         return self._arrivals.updates
 
     @updates.setter
@@ -445,7 +445,7 @@ class PipelineCall:
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
         """Runs ``stage`` on batch part ``microbatch``, with tensors ``received`` from other stages.
 
-        Returns tensors to send and, on the last stage, the root of its backward.
+        Returns the tensors to send and, on the last stage, the tensor from which the backward starts.
         """
         runtime, (trace, partition) = self._runtime, self._traced[microbatch]
         run, plan = partial(_run, runtime, self._arguments[microbatch]), partition.stages[stage]

@@ -93,7 +93,7 @@ class BackgroundReads(StepPart):
         self._pool = ThreadPoolExecutor(1, "weight-reads")
 
     def start(self, read: Callable[[], None]) -> None:
-        """Starts the callback ``read`` in a background thread; call :meth:`join` before."""
+        """Starts the callback ``read`` in a background thread; first call :meth:`join` to wait for an earlier read."""
         self._reading = self._pool.submit(read)
 
     def wait(self) -> None:
@@ -196,7 +196,7 @@ class BalancedRouters(StepPart):
     load is the number of tokens routed to it in the step, on all ranks.
 
     Args:
-        biases: bias buffers [experts], each with the index of its first expert among the experts of all layers.
+        biases: for each layer, the bias buffer [experts] and the number of experts in the layers before.
         rate: change of a bias per update (``router_bias_update_rate``).
     """
 
@@ -319,7 +319,7 @@ class AverageOfWeights(StepPart):
     """Step hooks that update the moving average of the weights after each update.
 
     Args:
-        weights: the average, with a switch that puts it into the model.
+        weights: switch of the model between its training weights and their average.
     """
 
     order = PartOrder.AVERAGE

@@ -245,8 +245,8 @@ class StepRunner:
     def predict(self, batch: Batch, micro: int | None = None, together: bool = False) -> Any:
         """Returns the model's output for one batch; see :meth:`engine.Engine.predict`.
 
-        ``micro``: rows of a microbatch; None: as configured. ``together``: True if data ranks without rows call
-        ``accompany``.
+        ``micro``: rows of a microbatch; None: as configured. ``together``: True if every data rank calls at
+        the same time: ``predict`` or, without rows, :meth:`accompany`.
         """
         step, split = self.begin(), self._runtime.program.rows.split
         with evaluating(self._model):

@@ -216,8 +216,9 @@ class RankRuntime:
         return which._replace(unequal=True) if unequal else which
 
     def weights(self, which: Backward, deferred: DeferredWeightGrads) -> None:
-        """Computes the weight gradients that an earlier :meth:`backward` of the stage in ``which`` has collected in
-        ``deferred``, and passes them to the reducer.
+        """Computes the weight gradients collected in ``deferred``, and passes them to the reducer.
+
+        ``which``: stage and microbatch of the :meth:`backward` call that has collected them.
         """
         with self.reducer.backward(self._compared(which)):
             deferred.compute(self.reducer.take)

@@ -35,7 +35,7 @@ class TrialControl(Protocol):
     """True on rank 0 if the trial has to end after the next step."""
 
     def end(self) -> None:
-        """Ends the trial after the same step on all ranks."""
+        """Ends the trial; all ranks call it after the same step."""
 
     def save_folder(self, folder: Path) -> Path:
         """Returns a folder that only this trial uses, for saves to the shared ``folder``."""
@@ -66,7 +66,7 @@ class RunControl:
         return (self.stop is not None and self.stop.asked) + ENDS_TRIAL * ends
 
     def end_trial(self) -> None:
-        """Ends the trial of a sweep after the same step on all ranks; does nothing outside of a sweep."""
+        """Ends the trial of a sweep, or does nothing outside of a sweep; all ranks call it after the same step."""
         if self.trial is not None:
             self.trial.end()
 
@@ -167,7 +167,7 @@ class StepState:
 
     @property
     def divides(self) -> float:
-        """Divisor of the summed gradients, apart from the sum of loss weights: loss scale / summed data ranks."""
+        """Loss scale / ``added_ranks``; times the sum of loss weights, it is the divisor of the summed gradients."""
         return self.scale / self.added_ranks
 
     @property
@@ -224,8 +224,8 @@ class StepTotals(NamedTuple, Generic[Scalar]):
         """Returns this rank's summands as one fp64 device tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts].
 
         ``speaks``: True on the one rank of each data coordinate that adds loss, weight and tokens. ``stops``: this
-        rank's ``RunControl.stops``. ``unused``: number of parameters used otherwise than the optimizer expects.
-        ``metrics``: number of configured metrics.
+        rank's ``RunControl.stops``. ``unused``: number of parameters that gained or lost their gradient since the
+        previous step. ``metrics``: number of configured metrics.
         """
         share = StepTotals[Tensor | float](
             loss=step.loss if speaks else 0.0,

@@ -381,7 +381,7 @@ class Update:
             self.scale = replace(self.scale, **{name: scale[name] for name in ("value", "forgiven", "good")})
 
     def check(self, outcome: UpdateOutcome) -> None:
-        """Raises if ``outcome`` is from the last of too many skipped steps in a row.
+        """Raises after too many skipped steps in a row; ``outcome`` is the newest step's.
 
         Raises:
             EngineError: ``max_skipped_steps`` steps in a row were skipped; all ranks raise.

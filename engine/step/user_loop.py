@@ -215,7 +215,7 @@ class UserLoop:
         self._runtime.reducer.reset()
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
-        """Makes reads of parameters' ``grad`` raise; see :meth:`engine.Engine.guard_gradients`."""
+        """Makes reads of parameters' ``grad`` raise; :meth:`engine.Engine.guard_gradients` explains ``around``."""
         self._enter_loop()
         runtime = self._runtime
         if around is not None and "zero_grad" not in vars(around):

@@ -100,7 +100,7 @@ def _snake(name: str) -> str:
 
 
 class FileLock:
-    """Lock between processes by ``flock`` on a file; the kernel releases it if its process ends."""
+    """Lock between processes by ``flock`` on a file; the kernel releases the lock if the locking process ends."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, -1

@@ -23,11 +23,11 @@ from engine.sweep.trial import SweepTrial
 
 
 class Sweep:
-    """Sweep over values of configuration keys, which Optuna chooses; iteration yields each :class:`SweepTrial`.
+    """Sweep in which Optuna chooses values of configuration keys; iteration yields each :class:`SweepTrial`.
 
     Optuna also prunes trials: it ends a trial early if its metric is worse than in other trials. Processes and jobs
-    with the same journal file share the trials. Another process, also of a later start, continues the trial of a killed
-    process.
+    with the same journal file share the trials. Another process continues the trial of a killed process, also
+    after a restart.
 
     Args:
         settings: path of ``sweep.json``, or a dict with its keys.
@@ -105,7 +105,7 @@ class Sweep:
         return self._study.rows() if self._study is not None else []
 
     def best(self) -> TrialRow | None:
-        """Returns the row of the complete trial with the best metric on rank 0.
+        """Returns, on rank 0, the row of the complete trial with the best metric.
 
         Returns None on other ranks, and if no trial is complete.
         """

@@ -29,9 +29,10 @@ _FILES = ("jsonl", "csv", "tensorboard", "report")
 
 
 class TrialEnd(SystemExit):
-    """Exception that ends a script under ``trine sweep`` when its trial is pruned, after the same step on all ranks.
+    """Exception that ends a script under ``trine sweep`` when its trial is pruned.
 
-    It is a ``SystemExit`` with status 0, so ``except Exception`` does not catch it.
+    All ranks raise it after the same step. It is a ``SystemExit`` with status 0, so ``except Exception`` does not catch
+    it.
     """
 
 
@@ -162,9 +163,9 @@ class SweepTrial:
         return folder if folder.is_relative_to(self.folder) else self.folder / folder.name
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the trial's folder with the name of ``folder``, or ``folder`` if that one has no checkpoints.
+        """Returns the trial's own folder of the same name if it has checkpoints, else ``folder``.
 
-        Before the first update, also considers the trial's checkpoint folder; the newest checkpoint decides.
+        Before the first update, it returns the trial's checkpoint folder instead if the newest checkpoint is there.
         """
         if folder.is_relative_to(self.folder) and self.updates:
             return folder

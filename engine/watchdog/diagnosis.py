@@ -45,7 +45,7 @@ class SilentHost:
 def diagnose(
     views: Mapping[int, RankView], size: int, timeout: float, silent: Sequence[SilentHost] = ()
 ) -> Blame | None:
-    """Returns the ranks that cause a hang or have ended with an error; None if there are none.
+    """Returns the cause of a hang or of a rank's failure; None if no rank hangs or has failed.
 
     A rank hangs if it waits longer than ``timeout`` for another rank.
 

@@ -202,7 +202,10 @@ class Spoke:
         return found
 
     def send(self, message: Message) -> None:
-        """Sends a message to the hub without blocking, or drops it without a connection; ``poll`` sends the rest."""
+        """Sends a message to the hub without blocking; ``poll`` sends the bytes that remain.
+
+        Drops the message if there is no connection.
+        """
         if self._line is not None and self._line.open and not self._opening:
             self._line.send(message)
 

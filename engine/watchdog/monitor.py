@@ -54,7 +54,7 @@ class HubPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """Settings that a monitor process reads as JSON from stdin."""
+    """Settings of a monitor process, such as folder, timeout and hub, read as JSON from stdin."""
 
     folder: str
     """Folder of the flight files of this host."""

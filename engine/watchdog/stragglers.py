@@ -42,7 +42,7 @@ class StreamGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Seconds per training step that all ranks have computed and waited, between two samples of their states."""
+    """Seconds per training step for which each rank has computed and each link has waited, between two samples."""
 
     views: Mapping[int, RankView]
     """Views of all ranks at the end."""

@@ -53,7 +53,7 @@ class Watchdog:
     and end the job.
 
     Args:
-        store: key-value store of the job; with several ranks, with a key prefix for this start of the job.
+        store: key-value store of the job; with several ranks, its key prefix must be new in each start of the job.
         job: secret of this job, equal on all ranks.
         config: section ``watchdog`` of the configuration.
         seconds: seconds that a rank may wait for another rank.
@@ -197,7 +197,7 @@ def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watc
 
     Args:
         grid: grid of ranks, with the position of this rank.
-        store: key-value store of the job; with several ranks, with a key prefix for this start of the job.
+        store: key-value store of the job; with several ranks, its key prefix must be new in each start of the job.
         job: secret of this job, equal on all ranks.
     """
     if not config.watchdog.enabled:

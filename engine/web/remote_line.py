@@ -95,7 +95,9 @@ class RemoteLine:
         return _reply(response)
 
     def ask(self, path: str, value: object = None, method: str = "POST") -> Any:
-        """Sends ``value`` as JSON to ``path``, or a GET request without it; returns the JSON of the reply.
+        """Posts ``value`` as JSON to ``path``; returns the JSON of the reply.
+
+        With another ``method``, such as "GET", sends no value.
 
         Raises:
             RemoteError: the server refuses the request, or does not answer in time.

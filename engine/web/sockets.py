@@ -37,9 +37,9 @@ def listen(host: str, port: int, server: str) -> socket.socket:
 
 
 def reachable(host: str) -> str:
-    """Returns ``host`` if other hosts can use it as an address.
+    """Returns an address for clients of a server that listens at ``host``.
 
-    For the unspecified address, such as 0.0.0.0, returns this host's name.
+    It is this host's name for the unspecified address, such as 0.0.0.0, else ``host``.
     """
     try:
         return socket.gethostname() if ip_address(host).is_unspecified else host

@@ -147,7 +147,7 @@ class WeightBlocks:
 
     @property
     def lacked(self) -> int:
-        """Bytes of the differing blocks that this reader has requested, over all versions."""
+        """Bytes of differing blocks requested through ``reader``, for this and earlier versions."""
         return self._reader.traffic.lacked
 
     def _of(self, keys: Sequence[str]) -> Iterator[tuple[str, PublishedTensor]]:

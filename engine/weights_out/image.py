@@ -87,7 +87,7 @@ class WeightImage:
 
         Args:
             values: new elements of the tensor, on any device.
-            held: positions of ``values`` in the tensor; they include all elements of the image.
+            held: positions of ``values`` in the full tensor; all elements of the image must be among them.
         """
         copy_shared(values, held, self._values[key], self.owned[key])
         with self._lock:
@@ -108,8 +108,7 @@ class WeightImage:
         return key not in self._written
 
     def hashes(self, number: int, wanted: Sequence[WantedPiece], hashed: bool = True) -> tuple[str, list[Hashes]]:
-        """Returns a name for the list ``wanted``, for use in ``read``, and the hashes of its blocks (256 KiB of a
-        tensor).
+        """Returns (name of the list ``wanted``, hashes of blocks of 256 KiB); :meth:`read` needs the name.
 
         There is one array of hashes for each wanted piece that has elements in this image.
 

@@ -38,7 +38,7 @@ def elements_of(tensor: Tensor) -> Elements:
 class Flow:
     """Elements of one wanted piece (part of a tensor) that one serving rank has, in the order of the full tensor.
 
-    They are divided into blocks of 256 KiB, which are transferred if their hashes differ.
+    They are divided into blocks of 256 KiB. A block is transferred if its hashes at sender and receiver differ.
     """
 
     wanted: int
@@ -70,7 +70,8 @@ class Flow:
     def places(self, block: int, side: Side) -> slice | Numbers:
         """Returns the positions of the elements of block ``block``, as a slice or an array of indices.
 
-        Position 0 is the start of the serving rank's piece for the ``side`` "source", of the wanted piece for "target".
+        They count from the start of the serving rank's piece if ``side`` is "source", and from the start of the wanted
+        piece if it is "target".
         """
         ends, starts = self._ends, self.runs.source if side == "source" else self.runs.target
         first = block * (BLOCK // self.width)
@@ -128,10 +129,9 @@ def find_flows(
 
 
 def by_source(wanted: Sequence[WantedPiece], peers: Sequence[OwnerRank]) -> list[tuple[WantedPiece, OwnerRank | None]]:
-    """Divides wanted pieces by source, so that the training sends each element only once.
+    """Divides wanted pieces into parts that each come from one source; returns (part, source) of each.
 
-    Returns (part of a wanted piece, source). The source is the last of ``peers`` with the elements, or None for the
-    training.
+    The source is the last of ``peers`` with the elements; None: no peer has them, so the training sends them.
 
     Args:
         peers: earlier receivers of the version, which serve the parts that they have received.

@@ -297,7 +297,8 @@ class WeightPublisher:
 def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[str, Piece]:
     """Returns the elements that ``rank`` serves to receivers, by tensor key.
 
-    They are the elements that ``rank`` saves in checkpoints, except for quantized tensors.
+    They are the elements that ``rank`` saves in checkpoints, without frozen tensors unless ``settings.frozen``.
+    Quantized tensors are divided differently.
     """
     ownership, found = run.ownership, dict[str, Piece]()
     grid, coord = ownership.grid, ownership.grid.coord(rank)
@@ -333,8 +334,8 @@ def make_owners(
 ) -> Iterator[tuple[list[int], OwnerRank]]:
     """Yields (ranks, owner). An owner is a set of elements with the address of the rank that serves them.
 
-    ``ranks`` are the serving rank and, with ``copies`` > 1, another rank with equal values. The first owner belongs to
-    rank 0.
+    ``ranks`` are the serving rank and, with ``settings.copies`` > 1, another rank with equal values. The first owner
+    belongs to rank 0.
 
     Args:
         urls: address of each rank.

@@ -105,9 +105,9 @@ class WeightReader:
     def leased(
         self, known: WeightVersion | None, until: float, peer: OwnerRank | None = None
     ) -> Iterator[WeightVersion | None]:
-        """Opens a context with the newest version, which the training does not replace inside.
+        """Opens a context with the newest version; the training does not replace it before the context ends.
 
-        The value is None if no version is newer than ``known``.
+        The context's value is None if no version is newer than ``known``.
 
         Args:
             known: version that the receiver has; None: none.
@@ -145,8 +145,8 @@ class WeightReader:
 
         Args:
             into: destination, with the wanted pieces and the receiver's present values.
-            known: result of an earlier call for the present values and the same ``peers`` (earlier receivers); None:
-                hashes are computed.
+            known: result of an earlier call for the present values, with equal ``peers`` of this reader; None: hashes
+                are computed.
             until: time (``monotonic``) after which reading fails.
 
         Raises:

@@ -75,7 +75,7 @@ def empty_targets(
 
 
 class PeerServer:
-    """HTTP server of a receiver, from which later receivers read its received parts of a version.
+    """HTTP server by which a receiver serves the received parts of a version to later receivers.
 
     Args:
         url: address of this server for other receivers.

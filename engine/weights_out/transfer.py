@@ -110,7 +110,10 @@ class WeightTraffic:
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, lacked: int = 0, received: int = 0, repeated: int = 0, from_peers: int = 0) -> None:
-        """Adds each argument, a number of bytes, to the count of the same name; any thread may call it."""
+        """Adds each argument to the count of bytes of the same name; any thread may call it.
+
+        ``lacked``: requested bytes. ``repeated``: damaged or incomplete bytes.
+        """
         with self._lock:
             self.lacked += lacked
             self.received += received
@@ -148,7 +151,7 @@ class Transfer:
     """Receivers from which nothing more is read."""
 
     def run(self, known: Sequence[Hashes] | None) -> list[Hashes]:
-        """Reads into the tensors ``into`` all blocks (256 KiB of a tensor) that differ from the receiver's values.
+        """Reads into host memory all blocks (256 KiB of a tensor) that differ from the receiver's values.
 
         Returns the hashes of all blocks of each flow (wanted elements that the owner has).
 

@@ -132,7 +132,7 @@ class NewestReply:
 class LeaseCall:
     """Request that begins or ends a receiver's reading of a version.
 
-    Meanwhile, for at most ``seconds``, the training does not replace the version.
+    Until the reading ends, but at most for ``seconds``, the training does not replace the version.
     """
 
     run: str
@@ -147,7 +147,7 @@ class LeaseCall:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
-    """Reply with the receivers that began to read the version earlier, in this order.
+    """Reply with the receivers that began to read the version earlier, the earliest first.
 
     They serve the parts of the version that they have received.
     """
@@ -157,7 +157,7 @@ class LeaseReply:
 
 @dataclass(frozen=True, slots=True)
 class HashesCall:
-    """Request for hashes of the blocks (256 KiB of a tensor) that one serving rank has of the pieces ``wanted``."""
+    """Request to one serving rank for the hashes of its blocks (256 KiB of a tensor) in the pieces ``wanted``."""
 
     run: str
     """Run of the version: a trainer that has started again must not complete a version of the one before it."""
@@ -171,9 +171,9 @@ class HashesCall:
 
 @dataclass(frozen=True, slots=True)
 class HashesReply:
-    """Reply with the xxh3-64 hashes of blocks of 256 KiB, one text for each requested piece that the rank serves.
+    """Reply with the xxh3-64 hashes of the blocks (256 KiB) of each requested piece that the rank serves.
 
-    Each hash is 16 hexadecimal digits, little-endian.
+    Each piece's hashes are one text, with 16 hexadecimal digits a hash, little-endian.
     """
 
     layout: str

@@ -127,7 +127,7 @@ class StagedVersion:
     def read(self, update: BackendUpdate) -> None:
         """Reads the tensors ``update.keys`` of a version into host memory; without keys, drops the version.
 
-        Transfers only blocks that differ.
+        Transfers only blocks that differ from the values in this memory.
 
         Raises:
             EngineError: the version has not arrived in time, or the training has dropped it.

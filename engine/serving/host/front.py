@@ -132,7 +132,7 @@ def open_front(
         serve: section ``serve`` of the configuration.
         model: facts about the base model, for checks of requests.
         ready: callback that receives a line with the address once the socket listens.
-        journals: False: no journal is opened, because none could restore a caller's own engine.
+        journals: True to open the journal, so that a restart runs accepted commands again; False: no journal.
 
     Raises:
         LaunchError: the address cannot be served, or starlette, uvicorn or protobuf are not installed.

@@ -127,7 +127,7 @@ def _run_loop(
 
 
 def empty_model(folder: Path) -> nn.Module:
-    """Returns the causal language model of a Hugging Face folder on the meta device.
+    """Returns the causal language model in a Hugging Face folder, with its parameters on the meta device.
 
     Raises:
         ConfigError: the folder has no such model, or transformers is not installed.
@@ -241,9 +241,9 @@ def _signals_to(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def answering_late_stops(end: Callable[[str], None]) -> Iterator[None]:
-    """Opens a context that calls ``end`` with a reason if its block does not end after a signal.
+    """Opens a context that calls ``end`` with a reason if a signal does not end the context in time.
 
-    The block has ``STOP_SECONDS`` to end after SIGTERM or SIGINT.
+    The signals are SIGTERM and SIGINT, the time is ``STOP_SECONDS``.
     """
     over, (ours, theirs) = Event(), socket.socketpair()
     theirs.setblocking(False)

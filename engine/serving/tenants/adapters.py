@@ -102,7 +102,7 @@ def _in_attention(model: nn.Module, name: str) -> bool:
 def adapted(model: nn.Module, adapter: LowRank) -> nn.Module:
     """Freezes the base ``model`` and returns it in PEFT's wrapper, with trainable LoRA pairs.
 
-    A [rank, inputs] is random by seed and layer name, equal on every grid; B is zero.
+    A pair's matrix A [rank, inputs] is random, and depends on seed and layer name only; its matrix B is zero.
 
     Raises:
         ConfigError: ``adapter`` has no positive rank, or chooses no layer of the model.

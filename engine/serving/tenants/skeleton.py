@@ -89,6 +89,7 @@ def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.M
     """Returns a copy of ``config`` for an engine of the adapted ``model``.
 
     It has the pipeline stages, tensor-parallel styles and quantized weights of ``base``, under the names in ``model``.
+    ``skeleton``: copy of the base model.
     """
     plan = base.plan
     frozen = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}

@@ -40,7 +40,7 @@ class ServiceApplication:
     """ASGI application of a training service: it submits HTTP requests as commands, and replies with their results.
 
     Args:
-        ledger: record of the service's commands and results; the application replaces its callback for results.
+        ledger: record of the service's commands and results; the application sets ``ledger.on_finish``.
         model: facts about the base model, for checks of requests.
         token: secret that requests must carry, as X-API-Key or bearer token; empty: none.
         body_bytes: maximum bytes of the body of a request.

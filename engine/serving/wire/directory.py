@@ -67,7 +67,7 @@ class Directory:
         return found if found in self.ledger.sessions else None
 
     def open_session(self, name: str, attempt: str, values: Mapping[str, Any]) -> JournalRecord:
-        """Opens the client session ``name`` with the facts ``values`` and the idempotency key ``attempt``.
+        """Opens the client session ``name`` with ``values``, such as its tags, and the idempotency key ``attempt``.
 
         Returns a record, which the caller appends to the service's journal on disk.
         """
@@ -77,7 +77,7 @@ class Directory:
         return self.ledger.note(SESSION, name, {"attempt": attempt, "time": now(), **values})
 
     def forget_sessions(self) -> None:
-        """Removes ended client sessions, their sampling sessions, and the weights that they saved without a name."""
+        """Removes ended client sessions, with their sampling sessions and their weights saved without a name."""
         for name in [one for one in self.notes(SESSION) if one not in self.ledger.sessions]:
             self._by_attempt.pop(self.notes(SESSION).pop(name).get("attempt"), None)
             for kind in (SAMPLER, RUN):
@@ -89,7 +89,7 @@ class Directory:
                     self.remove_weights(path)
 
     def run(self, model: str) -> Mapping[str, Any]:
-        """Returns the JSON values of the training run with the id ``model``.
+        """Returns facts about the training run with the id ``model``, such as "base_model" and "lora_rank".
 
         Raises:
             RequestRefusedError: 404, there is no such run.
@@ -97,7 +97,7 @@ class Directory:
         return self._found(RUN, model, "model", "create it first")
 
     def sampler(self, name: str) -> Mapping[str, Any]:
-        """Returns the JSON values of the sampling session with the id ``name``.
+        """Returns "base_model" and "model_path" of the sampling session with the id ``name``.
 
         Raises:
             RequestRefusedError: 404, there is no such session.
@@ -105,7 +105,7 @@ class Directory:
         return self._found(SAMPLER, name, "sampling session", "create it first")
 
     def weights(self, path: str) -> Mapping[str, Any]:
-        """Returns the JSON values about the weights that are saved under ``path``.
+        """Returns facts about the weights saved under ``path``, such as "run", "time" and "expires_at".
 
         Raises:
             RequestRefusedError: 404, there are no such weights.
@@ -113,7 +113,7 @@ class Directory:
         return self._found(WEIGHTS, path, "path of saved weights", "save them, or give another path")
 
     def session(self, name: str) -> Mapping[str, Any]:
-        """Returns the JSON values of the client session with the id ``name``.
+        """Returns facts about the client session with the id ``name``, such as "time" and "tags".
 
         Raises:
             RequestRefusedError: 404, there is no such session.

@@ -78,8 +78,7 @@ def sampled_bytes(result: SampledOutput, last: int | None) -> bytes:
     """Returns ``result`` as a serialized SampleResponse message.
 
     Args:
-        last: number of prompt tokens, from the end, with log-probabilities; earlier tokens get NaN. None: all prompt
-            tokens.
+        last: number of tokens at the end of the prompt that get log-probabilities; earlier tokens get NaN. None: all.
     """
     message = message_class("SampleResponse")()
     for one in result.sequences:

@@ -57,8 +57,8 @@ class ParsedRequest:
 class RequestReader:
     """Parser of the requests that create or change a model, sample from it or define a loss.
 
-    Each method returns the commands of a body, or raises RequestRefusedError. An invalid request with a ``seq_id``
-    still uses up this number, with a failure as result.
+    Each method returns the commands of a body, or raises RequestRefusedError. An invalid request with a
+    sequence number (``seq_id``) still uses up the number, and its result is a failure.
     """
 
     def __init__(self, model: ServedModel, directory: Directory) -> None:
@@ -275,7 +275,7 @@ class RequestReader:
     def create_custom_loss(self, body: BodyFields) -> ParsedRequest:
         """Returns the command of a ``create_custom_loss`` request.
 
-        Checks the form and size of the graph; the ranks check its operations.
+        Checks the form and size of the loss's graph; the ranks check the operations in the graph.
         """
         session, number = body.text("session_id"), body.integer("custom_loss_seq_id", high=LONGEST_SEQUENCE_NUMBER)
         inputs = [BodyFields(_object(one, "inputs"), "inputs.").text("name") for one in body.items("inputs", most=16)]

@@ -60,7 +60,7 @@ class TensorRoutes:
 
     Args:
         ledger: record of the service's commands, to which the routes add the command of each request.
-        futures: handlers that wait until a command is on disk, and for its result.
+        futures: handlers with which the routes wait until a command is on disk, and until its result has come.
         read_body: callback that returns the body of a request, or refuses a long body.
         creates: True if the first request for the model "shared" creates it, with all parameters trainable.
     """
