@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 
 class DataParts(NamedTuple):
-    """Division of a rank's data index into three mixed-radix digits and of its context index into two. The fields list
-    the number of values of each digit, slowest-varying digit first.
+    """Division of a rank's data index into three mixed-radix digits, and of the context index into two. ``data`` and
+    ``context`` list the number of values of each digit, slowest-varying digit first.
 
     A shard group or a group of experts is a run of neighbouring ranks, so it has the fastest digits:
 
@@ -14,7 +14,7 @@ class DataParts(NamedTuple):
         dp_shard    middle, inner               dp_replicate    outer
         ep          inner                       edp             outer, middle
 
-    A group of experts has context ranks first, since they vary faster than data ranks.
+    A group of experts takes neighbouring context ranks before data ranks, since context ranks vary faster.
     """
 
     data: tuple[int, int, int]
@@ -56,7 +56,7 @@ _MOST_RANKS = 2**16
 
 
 def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
-    """Returns the digits of the data and context indices, for ``dp`` data ranks and ``cp`` context ranks.
+    """Returns the division of data and context indices into digits, for ``dp`` data ranks and ``cp`` context ranks.
 
     ``shards``: number of data ranks in a ZeRO shard group; ``experts``: number of ranks that divide the experts of a
     layer.
@@ -71,8 +71,8 @@ def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
 def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> str | None:
     """Returns None if ``experts`` ranks can divide the experts of a layer; otherwise the end of an error text.
 
-    ``experts`` must divide the ``dp`` data x ``cp`` context ranks, and be a divisor or multiple of a shard group's
-    ranks (``shard_size`` data ranks; None: all).
+    ``experts`` must divide ``dp`` (data ranks) * ``cp`` (context ranks), and be a divisor or multiple of ``cp`` and of
+    ``cp`` * ``shard_size``. ``shard_size``: data ranks in a shard group; None: all.
     """
     if experts == 1:
         return None

@@ -88,7 +88,7 @@ AXES: tuple[GridAxis, ...] = (
 
 
 def shown_axes(sizes: Mapping[str, int]) -> tuple[GridAxis, ...]:
-    """Returns the axes that reports and error texts name: pipeline, data, tensor, and others with several ranks.
+    """Returns the axes to show in reports and error texts: pipeline, data, tensor, and others with several ranks.
 
     ``sizes``: number of ranks by axis.
     """
@@ -264,7 +264,7 @@ class Grid:
 
     @property
     def shard_copies(self) -> Axis:
-        """Name of the axis along which all ranks store the same ZeRO shard."""
+        """Name of the axis along which each group of ranks stores copies of one ZeRO shard."""
         others = [axis.name for axis in AXES if axis.copies and not axis.sums]
         return self._joined((self.shard_groups, *others))
 
@@ -304,7 +304,7 @@ class Grid:
         return Coord(**{axis: self.index(axis, rank) for axis in self.sizes})
 
     def place(self, rank: int | None = None) -> dict[str, int]:
-        """Returns the index of ``rank``, by default of this rank, along each axis that reports and error texts name."""
+        """Returns the index of ``rank`` (default: this rank) along each axis of :func:`shown_axes`, by axis name."""
         coord = self.coord(rank)
         return {axis.name: coord[axis.name] for axis in shown_axes(self.sizes)}
 
@@ -455,10 +455,10 @@ def saved_grid(sizes: Mapping[str, Any]) -> Grid:
 
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
-    """Maps each axis with several ranks to the axis with its process group, in the order of creation of the groups.
+    """Maps each axis with several ranks to the axis that owns its process group, in order of creation of the groups.
 
-    An axis of all ranks uses the group "world". Axes with the same ranks share a group; axes along which parameters are
-    equal get their own, so that their gradient collectives run concurrently.
+    An axis of all ranks uses the group "world". Axes with the same ranks share a group. The group of an axis along
+    which parameters are equal is not shared, so that gradient collectives run concurrently.
     """
     lenders = ("world", *(axis.name for axis in AXES if not axis.copies))
     expert_axes = ("ep", *dict.fromkeys(grid.expert_spread[:5])) if grid.experts > 1 else ()

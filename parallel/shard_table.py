@@ -142,19 +142,18 @@ class ShardRow:
         return QuantizedShape(format=self.quantized, shape=self.local_shape(holder), runs=runs)
 
     def counted(self, holder: ShardHolder) -> bool:
-        """Returns True if global norms, such as the gradient norm, include the shard on the rank ``holder`` (without
-        the ranges of :meth:`copies`).
+        """Returns True if the rank ``holder`` counts its shard in global norms, such as the gradient norm.
 
-        Each element is counted on one of the pipeline and tensor ranks that store it.
+        Each element is counted on one of the pipeline and tensor ranks that store it; :meth:`copies` returns the parts
+        of this shard that another rank counts.
         """
         return holder.pp == self.owners[0] and any(each.holders[0] == holder.tp for each in self.ranges)
 
     def copies(self, holder: ShardHolder) -> tuple[tuple[int, int], ...]:
-        """Returns the ranges [start, stop) of the flattened shard on the rank ``holder`` that another rank counts in
-        global norms.
+        """Returns the parts of a shard that rank ``holder`` omits from global norms, since another rank counts them.
 
-        An example is a fused QKV weight with key heads that several tensor ranks store. Empty if ``holder`` counts no
-        part of its shard.
+        Parts are ranges [start, stop) of the flattened shard, such as key heads of a fused QKV weight that several
+        tensor ranks store. Empty if ``holder`` omits the whole shard (see :meth:`counted`).
         """
         own = [(each.stop - each.start, each.holders[0] == holder.tp) for each in self.tensor_ranges(holder)]
         if self.dim is None or not any(first for _, first in own):
@@ -204,7 +203,7 @@ class Cutting(Protocol):
 @dataclass(frozen=True, slots=True)
 class Division:
     """Input for :func:`build_table`: shardings of parameters by name (the first name of a tied parameter). By default
-    all are replicated on the first pipeline stage.
+    every parameter is replicated on the first pipeline stage.
     """
 
     tp: int = 1

@@ -47,8 +47,8 @@ class CheckpointPolicy(Protocol):
 
     @property
     def save(self) -> tuple[str, ...] | None:
-        """Outputs that mode ``selective`` saves: names of torch operators, or of kinds such as "matmul". None: matrix
-        products and attention.
+        """Operators with outputs that mode ``selective`` saves: names of torch operators, or kinds such as "matmul" and
+        "attention". None: these two kinds.
         """
 
     @property
@@ -140,8 +140,8 @@ def recompute_blocks(
     Args:
         axis: tensor-parallel axis; selective checkpointing also saves the results of its all-reduces.
         device: device of the activations.
-        again: callback, called in each forward. It returns a context manager factory for the recomputation of this
-            forward.
+        again: callback without arguments, called in each forward of a block. It returns a context manager factory,
+            used when backward recomputes this forward.
     """
     host = HostActivations(device)
     if _switched_on(model):
@@ -170,8 +170,8 @@ def recomputed_in_part(
     """Returns a forward of ``block`` that saves only the tensors selected by ``selective``; backward recomputes all
     others.
 
-    Each call appends its records of saved tensors to the list ``started``. ``again``: returns, in each forward, a
-    context manager factory for its recomputation.
+    Each call appends its records of saved tensors to the list ``started``. ``again``: callback, called in
+    each forward; it returns a context manager factory for the recomputation.
     """
     inner, state = block.forward, BlockState(block)
 

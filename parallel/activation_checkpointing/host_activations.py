@@ -66,8 +66,8 @@ class _BlockRun:
 class HostActivations:
     """Store in host memory for activations that blocks save for backward.
 
-    ``bytes_out``: bytes copied to the host so far. ``observer``: callback for each newly allocated host tensor; None:
-    no call.
+    ``bytes_out``: bytes copied to the host so far. ``observer``: called with each newly allocated host
+    tensor, unless None.
     """
 
     def __init__(self, device: torch.device) -> None:

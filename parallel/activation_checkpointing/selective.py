@@ -125,8 +125,8 @@ class SavedActivations:
     def finish(self, outputs: Iterable[Tensor]) -> None:
         """Completes the record at the end of a forward that returns ``outputs``.
 
-        Drops the tensors added since the last call of :meth:`saved`, and replaces saved tensors that share memory with
-        ``outputs`` by copies.
+        Drops the tensors recorded since the last call of :meth:`saved`. Replaces other recorded tensors that share
+        memory with ``outputs`` by copies.
         """
         for entries in self._latest:
             entries.pop()
@@ -153,7 +153,7 @@ class SavedActivations:
             output.drop()
 
     def take(self, operator: Operator) -> _Entry | None:
-        """Removes and returns the oldest saved outputs of ``operator``; None if no entry is left."""
+        """Removes and returns the saved outputs and random states of the oldest call of ``operator``; None if none."""
         calls = self._calls.get(operator)
         return calls.popleft() if calls else None
 

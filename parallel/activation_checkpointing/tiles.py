@@ -43,8 +43,8 @@ def plan_tiles(found: Iterable[RowwiseModule], setting: int | Literal["auto"] | 
     """Selects the modules in ``found`` for which tiles save memory, and the tile size. Returns None if ``setting`` is
     None.
 
-    ``setting``: tokens of a tile; "auto": the largest tile with intermediate tensors and gradients no larger than the
-    module's inputs and outputs. ``ranks``: number of context ranks.
+    ``setting``: tokens of a tile. "auto" chooses the largest number at which intermediate tensors and gradients of one
+    tile are no larger than the module's inputs and outputs. ``ranks``: number of context ranks.
     """
     if setting is None:
         return None

@@ -45,8 +45,8 @@ def raise_together(
 ) -> Iterator[None]:
     """Runs the block on every rank; if it fails on any rank, all ranks raise the same CheckpointError.
 
-    Its text is ``describe(error)`` of the first failed rank, then ``advice()`` of rank 0. The block must not
-    communicate over ``host``.
+    Its text is ``describe(error)`` from the lowest failed rank, then ``advice()`` from rank 0. ``host``: group of all
+    ranks; the block must not use it.
 
     Raises:
         CheckpointError: a rank has failed, or does not answer.

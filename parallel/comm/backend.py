@@ -88,7 +88,7 @@ class Backend(Protocol):
         """
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the group for ``all_to_all`` among the indices ``members`` of the data axis; every rank calls it."""
+        """Creates the ``all_to_all`` group of indices ``members`` of the data axis; all ranks pass the same ones."""
         return
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
@@ -107,7 +107,7 @@ class Backend(Protocol):
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
         """Creates the process groups that ``gather_parameters`` uses with the same arguments; every rank calls it.
 
-        A group has ``within`` consecutive indices of the data axis, or all ranks of ``axis``, by default the data axis.
+        A group is ``within`` consecutive indices of the data axis (default: all), or all ranks of ``axis`` if given.
         """
         return
 
@@ -140,7 +140,7 @@ class Backend(Protocol):
         """
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the group for ``sum_over_stages`` among the indices ``stages`` of axis pp; every rank calls it."""
+        """Creates the group of ``sum_over_stages`` for indices ``stages`` of axis pp; all ranks pass the same ones."""
         return
 
     def link(self, links: Sequence[Link]) -> None:
@@ -165,7 +165,7 @@ class Backend(Protocol):
 class RecordingBackend(Backend):
     """Backend that communicates nothing, so that one process can replay the calls of any rank.
 
-    Data from other ranks is zero, and sums leave tensors unchanged.
+    Each method describes its result.
     """
 
     def __init__(self, grid: Grid) -> None:

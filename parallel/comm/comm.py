@@ -188,7 +188,7 @@ class Comm:
 
     @contextmanager
     def within(self, step: int) -> Iterator[None]:
-        """Returns a context, shown in this rank's communication log as an engine call after ``step`` steps."""
+        """Returns a context for an engine call after ``step`` steps; this rank's communication log shows the call."""
         if self.recorder is None:
             yield
             return
@@ -220,13 +220,13 @@ class Comm:
     def failed(self, call: str, error: BaseException, alike: bool = True) -> None:
         """Records that ``call`` has failed on this rank with ``error``.
 
-        ``alike``: True if the engine may continue when all ranks fail after the same number of collectives.
+        ``alike``: True if the engine may continue in case all ranks fail after equally many collectives; False ends it.
         """
         self.failures.note(call, error, f"{call} after {self._sequence} collectives" if alike else None)
 
     def join(self, call: str) -> None:
-        """Waits until every rank of the world makes the engine call named ``call``; after three calls of a name,
-        returns at once.
+        """Waits until every rank of the world makes the engine call named ``call``. From the fourth time with the same
+        name, returns at once.
 
         Raises:
             EngineError: a rank does not make the call in time, has closed its engine, or has ended.
@@ -236,7 +236,7 @@ class Comm:
                 self.joint.join(call)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the group that ``sum_over_stages`` uses for indices ``stages`` of axis pp; every rank calls it."""
+        """Creates the group of ``sum_over_stages`` for indices ``stages`` of axis pp; all ranks pass the same ones."""
         self._backend.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
@@ -269,8 +269,8 @@ class Comm:
     def open_symmetric(self, axis: Axis, sizes: SlotSizes, seconds: float) -> SymmetricBuffer | None:
         """Opens memory that kernels of all ranks of ``axis`` can write; returns None if unsupported.
 
-        Every rank calls it. ``sizes``: capacity of the memory for one kernel call. ``seconds``: timeout of a kernel's
-        wait for data.
+        Every rank calls it. ``sizes``: bytes and tiles that one rank can send to another in one call. ``seconds``:
+        timeout of a kernel's wait for data.
         """
         if (known := self._symmetric.get((axis, sizes))) is not None:  # of the engine that lends its groups
             return known
@@ -290,7 +290,7 @@ class Comm:
     def bring_status(self) -> None:
         """Starts to copy the timeout reports of communicating kernels to the host.
 
-        The next :meth:`check_kernels` reads these copies instead of waiting for later kernels.
+        The next :meth:`check_kernels` reads these copies, and does not synchronize the device.
         """
         for buffer in self._symmetric.values():
             buffer.bring_status()
@@ -349,7 +349,7 @@ class Comm:
         return self._launch(work, axis, label, call, self._axis_route(axis))
 
     def filled(self, pending: Pending) -> Pending:
-        """Returns ``pending``; its wait first calls ``fill_wait``, if set, to compute a part of another microbatch."""
+        """Returns ``pending``; its wait first calls ``self.fill_wait``, if set, to compute during communication."""
         return pending if self.fill_wait is None else pending.beside(self._use_wait)
 
     def _use_wait(self) -> None:
@@ -368,7 +368,7 @@ class Comm:
     ) -> Pending:
         """Starts to all-gather ``shard`` into ``full`` for each pair (``full``, ``shard``), as one call.
 
-        The group is ``within`` neighbouring data ranks or all ranks of ``axis``, by default ZeRO's shard group.
+        The group is ``within`` neighbouring data ranks (default: a ZeRO shard group), or all of ``axis`` if given.
         """
         within = within or self.grid.shard_group if axis is None else None
         elements = sum(full.numel() for full, _ in pairs)

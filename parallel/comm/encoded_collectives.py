@@ -72,10 +72,10 @@ class ActivationFormat:
         return dtype in ENCODED_DTYPES and self.message_bytes(elements) < elements * dtype.itemsize
 
     def encodes(self, label: str, dtype: torch.dtype, elements: int, ranks: int) -> bool:
-        """Returns True if a collective over ``ranks`` ranks is encoded.
+        """Returns True if a collective over ``ranks`` ranks is encoded: ``label`` is in the attribute ``labels``, and
+        encoding shortens one rank's share.
 
-        ``label`` must be in the attribute ``labels``, and encoding must shorten one rank's share. ``elements``: numbers
-        of ``dtype`` in the full tensor.
+        ``elements``: numbers of ``dtype`` in the full tensor.
         """
         return label in self.labels and self.shortens(dtype, -(-elements // ranks))
 

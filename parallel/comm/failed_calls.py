@@ -86,7 +86,7 @@ class FailedCalls:
         threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
 
     def refuse(self, call: str) -> None:
-        """Waits for a running vote of all ranks after a failed call. ``call`` has no effect.
+        """Waits for a running vote of all ranks after a failed call. The argument ``call`` is unused.
 
         Raises:
             EngineError: the engine has ended; the same message on every rank.

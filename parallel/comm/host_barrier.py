@@ -62,7 +62,7 @@ class HostBarrier:
     ranks.
 
     Args:
-        links: sockets to every other rank and the eventfds of both directions; ``close`` closes them.
+        links: sockets to every other rank, and the eventfds that ranks signal; ``close`` closes them.
         memory: the shared memory, the same on all ranks.
         seconds: timeout of waiting for a rank.
     """

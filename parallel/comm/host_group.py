@@ -31,7 +31,7 @@ class HostGroup(Protocol):
 
     def send(self, data: memoryview, to: int) -> Wait:
         """Starts to send ``data`` to rank ``to``; returns a function that waits. ``data`` must not change before the
-        wait.
+        wait ends.
         """
 
     def receive(self, target: memoryview, source: int) -> Wait:
@@ -42,7 +42,7 @@ class TorchHostGroup:
     """Group over gloo that sends bytes between host memories; every rank constructs it at the same point.
 
     Args:
-        seconds: time after which a silent rank is considered lost.
+        seconds: timeout of the constructor and of each message.
         purpose: use of the group, for error messages.
 
     Raises:
@@ -182,7 +182,7 @@ def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
     """Gathers ``data`` of every rank on rank 0, in order of rank; returns None on other ranks.
 
     Raises:
-        EngineError: a rank is lost; the message names it. Rank 0 first receives the data of all other ranks.
+        EngineError: a rank is lost; the message names it. Rank 0 raises only after it has tried to receive from all.
     """
     if host.rank:
         _send_text(host, data, 0)
@@ -202,7 +202,7 @@ def announce(host: HostGroup, data: bytes) -> bytes:
     """Broadcasts ``data`` of rank 0 to every rank and returns it.
 
     Raises:
-        EngineError: a rank is lost; the message names it. Rank 0 first sends the data to all other ranks.
+        EngineError: a rank is lost; the message names it. Rank 0 raises only after it has tried to send to all.
     """
     if host.rank:
         return _receive_text(host, 0)

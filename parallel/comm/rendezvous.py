@@ -59,7 +59,7 @@ class KeyStore(Protocol):
         """Blocks until all ``keys`` exist; raises after ``timeout``."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Adds ``amount`` to the integer at ``key``, by default 0; returns the sum."""
+        """Adds ``amount`` to the integer at ``key`` (0 if ``key`` is missing); returns the sum."""
 
     def delete_key(self, key: str, /) -> bool:
         """Deletes ``key``; returns True if it existed."""
@@ -214,7 +214,7 @@ class Rendezvous:
 
 
 def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[str, str]]) -> Difference | None:
-    """Returns the first key that some of the mappings ``texts`` lack or give another value; None if all are equal.
+    """Returns the first key that is missing in some of the mappings ``texts``, or has different values; None if none.
 
     Args:
         alike: for each mapping of ``texts``, the ranks that have it.
@@ -241,7 +241,7 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 
 
 class FailureReports:
-    """Reports about failed collectives in the job's store, which name the ranks that did not join.
+    """Record of each rank's failed collective in the job's store, to find the ranks that did not join.
 
     Args:
         store: key-value store of the job, with this engine's prefix of keys.
@@ -251,10 +251,10 @@ class FailureReports:
         self._store, self._rank = store, rank
 
     def absent(self, what: str, peers: Sequence[int]) -> str:
-        """Reports that the collective ``what`` failed on this rank; returns text about the ``peers`` that did not join
-        it.
+        """Reports that the collective ``what`` failed on this rank; returns text about the ranks that did not
+        join it.
 
-        The text is '' if they are unknown. Takes a few seconds at most.
+        ``peers``: all ranks of the collective. The text may be ''. Takes a few seconds at most.
         """
         words: list[str] = []
         asking = threading.Thread(target=self._ask, args=(what, peers, words.append), daemon=True)
@@ -323,7 +323,8 @@ class JointCalls:
             self._store.delete_key(f"{call}/{self._made[call] - 2}/{self._rank}")
 
     def join(self, call: str) -> None:
-        """Waits until every rank has made the call named ``call``; after three calls of a name, returns at once.
+        """Waits until every rank has made the call named ``call``. From the fourth time with the same name, returns at
+        once.
 
         Raises:
             EngineError: a rank did not make the call in time, or has closed its engine.

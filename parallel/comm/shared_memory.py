@@ -49,7 +49,7 @@ def shared_bytes(ranks: int) -> int:
 class SharedMemory:
     """Collectives over one axis through shared memory of a host, for CPU tensors of any size and dtype.
 
-    A collective is completed by its wait or by the next call, not in between.
+    A collective is completed by its wait, or by the next call if that is earlier.
 
     All methods raise RuntimeError if a rank has ended or is late; every later call then fails on all ranks.
     """

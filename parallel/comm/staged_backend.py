@@ -90,8 +90,8 @@ class StagedBackend(Backend):
     ) -> Wait:
         """Starts to all-gather a host copy of ``shard`` for each pair (``full``, ``shard``) of ``pairs``.
 
-        It uses the group of ``open_gathers``. Returns a function that waits and then copies each result to its
-        ``full``.
+        It uses the group that ``open_gathers`` created for ``within`` and ``axis``. Returns a function that waits and
+        then copies each result to its ``full``.
         """
         hosts = [(host_memory_like(full), _on_host(shard)) for full, shard in pairs]
         filled = [(full, host) for (full, _), (host, _) in zip(pairs, hosts, strict=True)]

@@ -50,8 +50,8 @@ class PeerWatch:
 
     Args:
         links: file descriptor of a socket to each watched rank, by its index on the axis.
-        ended: int32 [ranks of the axis] of zeros in host memory; the thread writes 1, 2, .. at the indices of ended
-            ranks, in order.
+        ended: int32 [ranks of the axis] of zeros in host memory; the thread writes 1 at the index of the first
+            rank that ends, 2 at the next, and so on.
     """
 
     def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:
@@ -175,7 +175,7 @@ class SymmetricBuffer:
 
     Args:
         memory: memory of all ranks, mapped by this process.
-        sizes: sizes of its slots, each for one rank's data in one call.
+        sizes: bytes and tiles that one rank can send to another in one call.
         seconds: timeout of a kernel's wait for a signal.
         peers: global ranks of the axis, by index.
     """
@@ -262,7 +262,7 @@ class SymmetricBuffer:
         self._brought = self.mailbox.status.to("cpu", non_blocking=True, copy=True)
 
     def check(self) -> None:
-        """Raises if a kernel has timed out; synchronizes the GPU, unless ``bring_status`` was called before.
+        """Raises if a kernel has timed out. Synchronizes the GPU, unless ``bring_status`` was called for this check.
 
         Raises:
             PeerEndedError: the awaited rank has ended; the message names the rank, the tile of its data and the call.

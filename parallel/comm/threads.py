@@ -65,7 +65,7 @@ class _Rank(Generic[Result]):
 class Turns:
     """Scheduler that runs ``size`` ranks as threads of one process, one at a time, in the same order in every run.
 
-    Each rank has its own random state. ``generators``: device random generators that the ranks share.
+    Each rank has its own random state. This includes the states of the device random generators ``generators``.
     """
 
     def __init__(self, size: int, generators: Sequence[torch.Generator] = ()) -> None:
@@ -410,7 +410,7 @@ class ThreadBackend(Backend):
     ) -> Wait:
         """Starts to all-gather ``shard`` into ``full`` for each pair of ``pairs``; returns a function that waits.
 
-        The group is ``within`` neighbouring data ranks or all ranks of ``axis``, by default all data ranks.
+        The group has ``within`` neighbouring ranks (default: all) along ``axis`` (default: the data axis).
         """
         line = axis or self._grid.shard_line
         size = within or self._grid.size(line)

@@ -58,11 +58,11 @@ exchange, or a channel of messages."""
 class TorchBackend:
     """Backend between processes, over torch.distributed: one process group per axis of several ranks.
 
-    With NCCL (or ``linked`` = True) each channel of activations and gradients has a group of its own, because messages
-    of one group block each other; gloo separates channels by tags. ``close`` destroys the groups that this backend has
-    opened.
+    If ``linked`` (by default with NCCL), each channel of activations and gradients has a group of its own. ``close``
+    destroys the groups that this backend has opened.
 
-    Some ranks of one host use shared memory instead: tensor ranks on CPUs, and data ranks in :meth:`exchange_gathers`.
+    On one host, tensor ranks on CPUs use shared memory instead of a group, and so do data ranks in
+    :meth:`exchange_gathers`.
     """
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
@@ -158,7 +158,7 @@ class TorchBackend:
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
         """Creates the process group of :meth:`gather_parameters`, separate from other collectives; every rank calls it.
 
-        It has ``within`` neighbouring data ranks or all ranks of ``axis``, by default all data ranks.
+        The group is ``within`` neighbouring data ranks (default: all), or all ranks of ``axis`` if given.
         """
         if axis is not None:
             self._groups[_AxisGathers(axis)] = self._along(axis)

@@ -31,7 +31,7 @@ def megabytes(count: int) -> str:
 def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
     """Returns the bytes that one rank sends in ``op``; collectives are counted as ring algorithms, a "receive" as 0.
 
-    ``payload_bytes``: size of the message ("send"), bytes for other ranks ("exchange"), or size of a collective's full
+    ``payload_bytes``: bytes of the message; for "exchange", bytes for other ranks; for a collective, bytes of its full
     tensor.
     """
     if op in ("send", "exchange"):
@@ -55,7 +55,7 @@ class Traffic:
 
 
 class Record(NamedTuple):
-    """Issued collective or message in the log of recent calls; ``sequence`` counts them from 1."""
+    """Entry of the log of recent calls: a collective or message; ``sequence`` is its number, from 1."""
 
     sequence: int
     op: Op

@@ -282,8 +282,8 @@ _LAZILY = "TORCH_GLOO_LAZY_INIT"
 class OwnedGroups:
     """Process groups created by one component of an engine; ``close`` destroys them on this rank.
 
-    ``close`` waits at most a few seconds, since destruction can block until other ranks close too; a thread then
-    continues it.
+    ``close`` waits at most a few seconds, since destruction can block until other ranks close too. A thread then
+    completes the destruction.
     """
 
     def __init__(self) -> None:
@@ -430,7 +430,7 @@ def shares_memory() -> bool:
 
 
 def leave_traceback(main: Callable[[], None]) -> None:
-    """Runs ``main``; if it raises, torchrun's summary of the failed job contains the traceback."""
+    """Runs ``main``; if it raises, adds the traceback to torchrun's summary of the job, and re-raises the error."""
     from torch.distributed.elastic.multiprocessing.errors import record  # slow to import, and only needed here
 
     record(main)()

@@ -63,7 +63,7 @@ class KeyAttention(NamedTuple):
 def attend_keys(q: Tensor, pairs: Tensor, rows: Tensor | None, attention: KeyAttention) -> Tensor:
     """Returns attention's output [.., G, Q, E] for this rank's queries ``q`` [.., G, Q, D] over the keys of all ranks.
 
-    ``pairs`` [.., H, K, D + E]: this rank's keys, each joined with its value; they are exchanged, again in backward.
+    ``pairs`` [.., H, K, D + E]: this rank's keys, each joined with its value. Backward receives all keys once more.
     ``rows``: mask of this rank's queries, without a gradient; None: no mask.
 
     G, H: heads of queries and of keys. Q, K: their positions. D, E: sizes of a key and of a value.

@@ -72,8 +72,8 @@ def by_work(work: Indices, ranks: int, unit: int = 1) -> Index:
     """Returns a sharding of S positions by which ``ranks`` context ranks have nearly equal attention work.
 
     ``work`` [S]: number of (query, key) pairs of the query at each position. All ranks have as many positions as in the
-    zig-zag sharding, which is returned if its largest work is at most 1.05 times the mean. Chunks are multiples of
-    ``unit``.
+    zig-zag sharding. The zig-zag sharding itself is returned if its largest work is at most 1.05 times the mean. Chunks
+    are multiples of ``unit``.
     """
     plain = zigzag(len(work), ranks, unit)
     best, found = work_balance(work, plain).most_over_mean, plain
@@ -160,9 +160,9 @@ def _ends(
 def work_of_documents(batch: Iterable[tuple[str, Tensor]]) -> Mapping[int, Indices]:
     """Returns the attention work at each position of packed documents, summed over batch rows: [S], keyed by S.
 
-    The work is the number of keys that the position's query sees. Lengths without packed documents are omitted.
+    The work is the number of keys that the position's query sees. Omits lengths S without packed documents.
 
-    ``batch``: pairs (name, tensor). The host waits for tensors named as position ids or document numbers.
+    ``batch``: pairs (name, tensor). Copies tensors named as position ids or document numbers to the host.
     """
     found: dict[int, Indices] = {}
     for name, tensor in batch:

@@ -37,7 +37,7 @@ ASSUMED = AttentionRates(4e14, 5e10, 2e-5, "assumed rates")
 
 
 class AskedMethod(NamedTuple):
-    """Configured method of context-parallel attention. ``rates``: speeds by which "auto" chooses a method."""
+    """Configured method of context-parallel attention; ``method`` "auto" chooses one by the speeds ``rates``."""
 
     method: Method | Literal["auto"]
     rates: AttentionRates = ASSUMED
@@ -121,8 +121,8 @@ def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[M
 def choose_method(form: AttentionSizes, limit: int | None, rates: AttentionRates = ASSUMED) -> tuple[Method, str]:
     """Returns the attention method (gather, need, heads or ring) with the least exposed time, and the reason as text.
 
-    It needs at most ``limit`` bytes of memory (None: no limit); ring is returned if none fits. Gather is preferred
-    unless another method has at most 90 % of its exposed time.
+    Considers methods that need at most ``limit`` bytes of memory (None: all), or ring if there are none. Gather is
+    preferred unless another method has at most 90 % of gather's exposed time.
     """
     costs = costs_of(form, rates)
     fits = {name: cost for name, cost in costs.items() if limit is None or cost.memory <= limit} or {

@@ -25,8 +25,8 @@ KEYS, KEY_GRADIENTS = "keys", "key gradients"
 
 
 class Parcel(NamedTuple):
-    """Keys and values that a rank receives in one communication. ``boxes``: plan of the communication; None: its own
-    keys.
+    """Keys and values that a rank receives in one communication. ``boxes``: plan of the communication; None: no
+    communication, for the rank's own keys.
     """
 
     keys: Runs
@@ -121,7 +121,7 @@ def gathered_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow
     """Returns a key flow that all-gathers all keys and values.
 
     ``shape``: full shape [.., S, D + E] of the keys joined with values: S positions, keys of size D, values of size E.
-    ``have``: sharding of this tensor.
+    ``have``: sharding of this full tensor.
     """
     boxes = boxes_of(shape, have, (None,) * len(have), axis.index, axis.size)
     index = have[-2]
@@ -133,7 +133,7 @@ def needed_flow(shape: Sequence[int], have: Sets, wanted: Index, axis: TensorAxi
     """Returns a key flow that sends the keys at positions ``wanted.ranks[r]`` to each rank r, in one exchange.
 
     ``shape``: full shape [.., S, D + E] of the keys joined with values: S positions, keys of size D, values of size E.
-    ``have``: sharding of this tensor.
+    ``have``: sharding of this full tensor.
     """
     boxes = boxes_of(shape, have, replaced(have, len(have) - 2, wanted), axis.index, axis.size)
     return KeyFlow((Parcel(wanted.runs[axis.index], boxes),), axis)
@@ -143,7 +143,7 @@ def ring_of_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow:
     """Returns the key flow of ring attention: rank i first uses its own keys, then the keys of rank i - 1, i - 2, ...
 
     ``shape``: full shape [.., S, D + E] of the keys joined with values: S positions, keys of size D, values of size E.
-    ``have``: sharding of this tensor.
+    ``have``: sharding of this full tensor.
     """
     index = have[-2]
     assert index is not None, "the keys of a ring are sharded"

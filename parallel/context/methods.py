@@ -64,7 +64,7 @@ class AttentionMethods:
         """Mask, and its rows for the queries of this rank, one copy for all layers of a forward."""
 
     def clear(self) -> None:
-        """Drops the masks and attention-call plans cached for a forward, at its end."""
+        """Drops the cached masks and attention-call plans; call it at the end of each forward."""
         self.plans.clear()
         self.rows.clear()
 
@@ -79,8 +79,8 @@ class AttentionMethods:
 
 
 class AttendingContext(GlobalTensorContext):
-    """Settings and caches of global tensors (DTensor-like) sharded along positions. It has the method of their
-    attention.
+    """Settings and caches of global tensors (DTensor-like) sharded along positions. ``method``: method of
+    context-parallel attention on them.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class AttendingContext(GlobalTensorContext):
         raise NotImplementedError
 
     def clear(self) -> None:
-        """Drops the values cached for a forward at its end: masks, attention-call plans, copies of plain tensors."""
+        """Drops cached masks, attention-call plans and copies of plain tensors; call it at the end of each forward."""
         super().clear()
         self.attention.clear()
 
@@ -151,8 +151,8 @@ class _Call(NamedTuple):
 def context_attention(context: "AttendingContext", func: Function, *args: Any, **options: Any) -> Any:
     """Computes ``F.scaled_dot_product_attention`` on [.., heads, S, D] with positions S sharded over axis cp.
 
-    The method of ``context`` moves keys and values between ranks; for a call that it does not support, they are
-    gathered.
+    The method of ``context`` moves keys and values between ranks; calls that it does not support gather them. The
+    result is sharded as the queries.
 
     Raises:
         NoRuleError: another dim than S is sharded, or keys and values are sharded differently.

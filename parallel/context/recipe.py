@@ -326,7 +326,7 @@ class SeenLines(NamedTuple):
 
 
 def mask_block(recipe: TensorRecipe, lines: slice, keys: Part) -> Tensor:
-    """Computes the rows ``lines`` and columns ``keys`` of the mask ``recipe`` [.., rows or 1, columns or 1].
+    """Returns the rows ``lines`` and columns ``keys`` of the mask ``recipe`` [.., rows or 1, columns or 1].
 
     Dims of size one stay whole. ``keys`` None: all columns.
     """
@@ -342,7 +342,7 @@ def seen_lines(
     The result is cached; the host waits once for the device. Rows of an additive mask count as seeing all keys.
 
     ``runs``: lengths of the runs of neighbouring queries; a block does not cross runs. ``places``: indices of the keys
-    to consider, named ``key`` in the cache; None: all keys.
+    to consider; None: all keys. ``key``: cache key that identifies ``places``.
     """
     at = (tuple(runs), key)
     if at not in recipe.seen:
@@ -379,8 +379,8 @@ class HostTwins:
         """(tensor, its version, the copy) by the tensor's id; the tensor is held, so that its id stays its own."""
 
     def follow(self, func: Function, args: Any, kwargs: Any, made: Any) -> None:
-        """Registers the host copy of ``made``, the result of ``func``. The copy is the result of ``func`` on the host
-        copies of its arguments.
+        """Registers the host copy of ``made``, a result of ``func``, by running ``func`` on the host copies of the
+        arguments.
 
         Does nothing unless all tensor arguments have host copies and ``made`` is a short tensor of integers.
         """
@@ -407,7 +407,7 @@ class HostTwins:
             self._known[id(tensor)] = tensor, tensor._version, twin
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Returns the host copy of ``tensor``; None without a copy, or if ``tensor`` was written since."""
+        """Returns the host copy of ``tensor``; None without a copy, or if ``tensor`` was written after the copy."""
         _, version, twin = self._known.get(id(tensor), (None, 0, None))
         return twin if twin is not None and tensor._version == version else None
 

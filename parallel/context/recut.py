@@ -268,8 +268,8 @@ def expect(
 def recut(given: Sequence[GlobalTensor], wanted: Sequence[Sets], label: str) -> list[GlobalTensor]:
     """Reshards the global tensors ``given`` to the shardings ``wanted``, in one exchange over their axis.
 
-    They have the same context and dtype. In ``wanted``, several ranks may store an element. Backward reshards the
-    gradients back.
+    All of ``given`` have the same dtype and ``GlobalTensorContext``. In ``wanted``, several ranks may store an element.
+    Backward reshards the gradients back.
 
     Raises:
         NoRuleError: several ranks store an element of a tensor in ``given``.

@@ -60,8 +60,8 @@ def _run(context: "GlobalTensorContext", func: Function, args: Any, options: Any
 
 
 def before_repeat(x: GlobalTensor) -> GlobalTensor:
-    """Returns keys or values ``x`` [.., heads, S, D] as before the repeat of heads for grouped queries; ``x`` itself if
-    no repeat is recorded.
+    """Returns keys or values ``x`` [.., heads, S, D] without the recorded repeat of heads; ``x`` itself if none is
+    recorded.
     """
     note = x.unrepeated
     return note.source if note is not None and note.dim == x.ndim - 3 and note.valid(x) else x

@@ -67,7 +67,7 @@ CONTEXT_RULES = Rules(
 class ContextOfSequences(AttendingContext):
     """Settings and caches of the global tensors (DTensor-like) sharded along positions over axis cp.
 
-    It has their rules for torch functions, and the positions that each rank stores in the present forward.
+    It also stores rules for torch functions on these tensors, and the positions of each rank in the present forward.
     """
 
     plain = PlainGradient.PARTIAL
@@ -95,10 +95,10 @@ class ContextOfSequences(AttendingContext):
         self._is_noted = False
 
     def begin(self, given: Mapping[int, Indices], sharing: bool = True) -> None:
-        """Begins a forward: sets its packed documents, and drops values cached for the documents of the last batch.
+        """Begins a forward, and drops values cached for the packed documents of the last batch.
 
-        ``given``: number of (query, key) pairs of the query at each position, by length of packed sequences.
-        ``sharing``: True to shard these sequences such that ranks have nearly equal numbers of pairs.
+        ``given``: for each length of packed sequences, the number of (query, key) pairs of the query at each position.
+        ``sharing``: True to shard packed sequences such that ranks have nearly equal numbers of pairs.
         """
         self.work = given
         work = given if sharing else {}
@@ -125,8 +125,8 @@ class ContextOfSequences(AttendingContext):
         return self.find(("shard", length), lambda: self.shard(length, self.axis.size, self.unit))
 
     def current(self, sets: Sets) -> Sets:
-        """Returns ``sets``, a sharding recorded in an earlier forward without packed documents, adapted to this
-        forward's documents.
+        """Returns the sharding ``sets``, made without packed documents, but with sequence dims sharded as the packed
+        documents of this forward.
         """
         if not self.running:
             return sets
@@ -175,7 +175,7 @@ class ContextOfSequences(AttendingContext):
         return self._age
 
     def clear(self) -> None:
-        """Drops the values cached for a forward and the order of its messages between ranks, at its end."""
+        """Drops a forward's cached values and order of messages between ranks; call it at the end of the forward."""
         super().clear()
         self.relay.clear()
 
@@ -185,10 +185,10 @@ def _begins_with(key: Hashable, word: str) -> bool:
 
 
 class SequenceEntry(QuietMode):
-    """Function mode of a model's forward: an embedding or a matrix product reads the batch sharded along positions.
+    """Function mode that shards the batch along positions if an embedding or a matrix product of the forward reads it.
 
-    Token ids [.., S] are sharded along S; embeddings [B, S, H] and rows [.., S, H] too. S: positions, H: hidden size.
-    All other functions read the full batch tensors.
+    It shards token ids [.., S], embeddings [B, S, H] and rows [.., S, H] along S. S: positions, H: hidden size. All
+    other functions read the full batch tensors.
 
     A table of learned positions returns the rows of this rank's positions alone.
     """

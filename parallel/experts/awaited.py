@@ -65,9 +65,9 @@ class Arrival:
             self.sums.data.zero_().index_add_(0, self.token, rows)
 
     def send_back(self, grad: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Pending]:
-        """Starts to send the gradient of each expert result to the rank of its expert.
+        """Starts to send the gradient of each received expert result back to the rank of its expert.
 
-        Returns (``grad`` itself, receive buffer for gradients of this rank's expert results, handle of the exchange).
+        Returns (``grad``, receive buffer for the gradients of results that this rank has sent, handle of the exchange).
         ``grad``: gradient of ``sums``. ``token``: index of the token of each result.
         """
         rows = grad.new_empty(sum(self._route.gets), *grad.shape[1:])
@@ -260,7 +260,7 @@ class WaitingBlock:
 
         Returns an :class:`Awaited` tensor [``count``, ..] with the sum of results for each of this rank's tokens.
         ``route``: exchange by which the tokens arrived. ``token``: index of the token of each received result.
-        ``ties``: tensors with zero gradients, by which every rank's backward joins the exchange.
+        ``ties``: more tensors that get zero gradients, so that backward reaches the exchange on a rank without rows.
         """
         assert self._started is not None
         sums: Awaited = _Combine.apply(made, route, token, count, self._comm, *ties)  # type: ignore[no-untyped-call]

@@ -53,15 +53,16 @@ class ExpertCall(Protocol):
         ...
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Converts the arguments ``given``, by name, of a module with ``experts`` experts to :class:`Rows`. Returns
-        None if they do not fit.
+        """Converts ``given``, the arguments by name, to :class:`Rows`; returns None if they do not fit this convention.
+
+        ``experts``: number of experts of the module.
         """
         ...
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
         """Converts ``rows`` to arguments for a module with ``experts`` experts.
 
-        ``given``: arguments of the original call, by name; new row counts get the type of its counts, such as list.
+        ``given``: arguments of the original call, by name. New row counts get the type of the given ones, such as list.
         """
         ...
 
@@ -116,8 +117,9 @@ class CountedCall:
         return self.rows, self.counts
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Converts the arguments ``given``, by name, of a module with ``experts`` experts to :class:`Rows`. Returns
-        None if they do not fit.
+        """Converts ``given``, the arguments by name, to :class:`Rows`; returns None if they do not fit this convention.
+
+        ``experts``: number of experts of the module.
         """
         x, counts = given.get(self.rows), given.get(self.counts)
         if not isinstance(x, Tensor) or x.dim() != 2 or not isinstance(counts, Tensor | list | tuple):
@@ -157,8 +159,9 @@ class MajorCall:
         return (self.rows,)
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Converts the arguments ``given``, by name, of a module with ``experts`` experts to :class:`Rows`. Returns
-        None if they do not fit.
+        """Converts ``given``, the arguments by name, to :class:`Rows`; returns None if they do not fit this convention.
+
+        ``experts``: number of experts of the module.
         """
         x = given.get(self.rows)
         if not isinstance(x, Tensor) or x.dim() != (2 if self.flat else 3) or x.shape[0] % experts:

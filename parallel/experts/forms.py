@@ -114,7 +114,7 @@ class ListedExperts:
 
     @property
     def name(self) -> str:
-        """Name of the block. Its forward communicates, not the forwards of the experts."""
+        """Name of the block in the model."""
         return self.block
 
     @property
@@ -219,11 +219,11 @@ def possible_stacks(module: nn.Module) -> Iterator[Stack]:
 
 
 def adapted_stacks(found: RoutedExperts, adapter: nn.Module) -> Iterator[Stack]:
-    """Yields possible interpretations of adapter parameters (such as LoRA's) on the module ``found`` as stacks of
-    experts, in the order in which to test them.
+    """Yields possible interpretations of adapters' parameters, such as LoRA's, as stacks of experts, in the order in
+    which to test them.
 
-    ``adapter``: outermost adapter module. Parameters of the same name in several adapters have the same memory order;
-    unstacked parameters serve all experts.
+    ``found``: the adapted module. ``adapter``: outermost adapter module. Parameters of the same name in several
+    adapters have the same memory order; unstacked parameters serve all experts.
     """
     *adapters, (inside, base) = adapter_chain(adapter)
     theirs = {id(each) for each in base.parameters()}

@@ -90,8 +90,8 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
 def prove_adapted(name: str, adapter: nn.Module, ranks: int) -> RoutedExperts | Unproven:
     """Tests whether the experts of a module with adapters, such as LoRA, can run on different ranks.
 
-    Returns the parameters of each expert, including adapters, or the reason why they cannot. Every adapter parameter
-    must affect the result. ``ranks``: number of expert ranks.
+    Returns the parameters of each expert, including adapters, or an :class:`Unproven` with the reason. Every adapter
+    parameter must affect the result. ``ranks``: number of expert ranks.
     """
     base = adapter_chain(adapter)[-1][1]
     found = prove_routed(name, base)
@@ -257,8 +257,8 @@ def are_close(a: Tensor | int | None, b: Tensor) -> bool:
 def make_twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.Module:
     """Returns a copy of ``module`` with random fp32 parameters, reduced to ``experts`` experts.
 
-    ``stack``: interpretation of its parameters as stacks of experts. ``thin``: saves memory, with one row repeated in
-    each matrix.
+    ``stack``: interpretation of its parameters as stacks of experts. ``thin``: True to save memory by repeating one
+    row in each matrix.
     """
     draw = torch.Generator().manual_seed(1)
     fresh = dict[int, nn.Parameter]()

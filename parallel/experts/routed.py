@@ -67,8 +67,8 @@ def _has_other_work(block: nn.Module, experts: nn.Module) -> bool:
 class SharedExperts:
     """Forward of an expert layer with its experts distributed over the ranks of the axis "ep".
 
-    Tensor ranks with whole experts each send an equal share of the rows, and results are gathered. If tensor ranks
-    shard experts along their width, each sends all rows, and results are summed. A dry run of the tensor axis sends
+    If tensor ranks store whole experts, each sends an equal share of the rows, and results are gathered. If they shard
+    experts along their width, each sends all rows, and results are summed. A dry run of the tensor axis sends
     nothing.
     """
 

@@ -24,7 +24,7 @@ class InferenceServer(BoundedConnection):
     """HTTP connection to one inference server, such as vLLM or SGLang."""
 
     def absent(self, path: str) -> str:
-        """Returns a remedy for an error about the missing route ``path``, such as "start vLLM 0.32 or later"."""
+        """Returns advice for the error that the server has no route ``path``, such as "start vLLM 0.32 or later"."""
         return "check the address."
 
     def call(
@@ -90,6 +90,6 @@ def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
 
 
 def after_failure(server: S, step: Callable[[S], None]) -> None:
-    """Calls ``step(server)`` after a failure, with a deadline of one second for its requests; raises their errors."""
+    """Calls ``step(server)`` after a failure; requests to ``server`` then have a deadline of one second."""
     server.limit(1.0)
     step(server)

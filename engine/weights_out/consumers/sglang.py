@@ -34,8 +34,8 @@ class SglangServer(InferenceServer):
 
     Args:
         url: address of the server.
-        pause: treatment of running requests at a new version: "abort" aborts them, "retract" (or "wait") computes them
-            again, and "in_place" continues them with the new weights.
+        pause: treatment of running requests at a new version: "abort" aborts them, "retract" (the same as "wait")
+            computes them again, and "in_place" continues them with the new weights.
         ranks: tensor x pipeline ranks of the server.
         transport: httpx transport that replaces the network, for tests.
     """
@@ -130,7 +130,7 @@ class SglangServers:
         servers: connections to the servers.
         device: device of rank 0, which also decides the backend of the broadcasts.
         host: address of this host that the servers can reach.
-        check: True to compare the parameters of servers with equally many ranks after each version.
+        check: True to check after each version that servers of the same number of ranks have equal parameters.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class SglangServers:
             on_all(self._servers, lambda server: after_failure(server, SglangServer.resume))
 
     def compare(self, number: int) -> None:
-        """Compares the parameters of servers with equally many ranks, after version ``number``.
+        """Checks that servers of the same number of ranks have equal parameters, after version ``number``.
 
         Raises:
             EngineError: two servers have different parameters; the message names them.

@@ -37,9 +37,8 @@ _ACTIONS = Stream(EventKind.ACTION, "", "actions")
 class FlightRecorder:
     """Writer of one rank's log of recent calls, which other processes can read at any time.
 
-    begin .. wait .. waited   a collective or message: issued, waited for, complete
-    begin .. ended            computation of a pipeline stage
-    enter .. leave            a call of the engine
+    Call ``begin``, ``wait`` and ``waited`` for a collective or message, ``act`` and ``acted`` for a computation of a
+    pipeline stage, and ``enter`` and ``leave`` for a call of the engine.
     """
 
     def __init__(self, path: Path, rank: int, size: int, identity: Mapping[str, Any]) -> None:

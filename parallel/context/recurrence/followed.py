@@ -43,8 +43,8 @@ class ContextPlan:
 def follow_sequences(model: nn.Module, plan: ContextPlan, patches: ForwardPatches) -> None:
     """Patches the modules of ``model`` to run over sharded sequences according to ``plan``.
 
-    Scans, functions that carry a state along positions, pass it from rank to rank. Modules in ``plan.gathered`` get
-    full sequences.
+    A scan (a function that carries a state along positions) passes the state from rank to rank. Modules in
+    ``plan.gathered`` get full sequences.
     """
     relay_scans(model, patches)
     for one in plan.gathered:

@@ -40,8 +40,8 @@ def index_of_length(context: "GlobalTensorContext", have: Index, size: int, key:
     """Returns the sharding of a result with ``size`` rows that is computed from rows sharded as ``have``.
 
     It is ``have`` for the same number of rows, otherwise the sharding of this batch's sequence of length ``size``. If
-    there is none, each row is on the rank of its source row. ``near``: callback that returns source rows. ``key``: its
-    name in the cache.
+    there is none, each row is on the rank of its source row. ``near``: callback that returns the source row of each
+    result row. ``key``: cache key that identifies ``near``.
     """
     if size == have.size:
         return have

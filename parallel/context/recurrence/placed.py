@@ -203,7 +203,7 @@ def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTen
 
 
 def home_of(context: "GlobalTensorContext", index: Index, start: int, stop: int) -> tuple[int, int]:
-    """Returns (rank, offset) of the rows from ``start`` to before ``stop``: their rank, and their place in its shard.
+    """Returns the rank that stores the rows from ``start`` to before ``stop``, and their offset in that rank's shard.
 
     ``index``: sharding of the rows.
 
@@ -310,7 +310,7 @@ def _on_meta(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def with_gradient(local: Tensor, graded: bool) -> Tensor:
-    """Returns ``local``; if ``graded``, replaces a floating-point tensor without a gradient by a new leaf with one.
+    """Returns ``local``; if ``graded`` and a floating-point ``local`` requires no gradient, a new leaf that does.
 
     ``requires_grad`` is then the same on all ranks.
     """

@@ -36,7 +36,7 @@ _USES_ALONE = 2
 
 
 class WrittenTensors:
-    """Records of sharded results of ``zeros_like`` and similar functions, for later writes of positions."""
+    """Record of sharded results of ``zeros_like`` and similar functions that no function has written into yet."""
 
     def __init__(self) -> None:
         self.blank: Any = WeakIdKeyDictionary()
@@ -152,7 +152,7 @@ def blank_of_placed(context: "GlobalTensorContext", func: Function, input: Any, 
 def gathered_or_blank(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Runs a function without a rule on every rank, on gathered arguments.
 
-    An in-place write into an unwritten result of ``zeros_like`` gets a new full tensor, without a gather.
+    If it writes in place into an unwritten result of ``zeros_like``, this tensor becomes full without a gather.
     """
     name, target = function_name(func), args[0] if args else None
     if type(target) is not GlobalTensor or not writes_in_place(name):
@@ -190,9 +190,9 @@ def gathered_value(value: Any, name: str) -> Any:
 
 
 def set_position(context: "GlobalTensorContext", func: Function, target: Any, index: Any, value: Any) -> Any:
-    """Computes ``target[index] = value`` for a sharded ``target``.
+    """Writes ``value`` to ``target[index]`` in place, for a sharded ``target``.
 
-    The rank that stores a single position writes it. A write to all positions runs on every rank.
+    A single position is written only by the rank that stores it. A write to all positions runs on every rank.
     """
     if type(target) is not GlobalTensor or not any(target.sets):
         raise NoRuleError("the target is not sharded.")
@@ -245,15 +245,18 @@ def _tie(target: GlobalTensor, graded: bool) -> None:
 def stack_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
     """Computes ``stack`` of tensors that single ranks store.
 
-    If they are on several ranks, and at least two per rank of the axis, the result is sharded along the new dim.
-    Otherwise one rank receives all of them and computes it.
+    If they are on several ranks, and their number is at least twice the number of ranks, the result is sharded along
+    the new dim. Otherwise one rank receives all of them and computes the result.
     """
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return _joined(context, func, list(tensors), dim, [1] * len(tensors))
 
 
 def cat_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Computes ``cat`` of tensors on single ranks, also with sharded ones; the result is sharded, or on one rank."""
+    """Computes ``cat`` of tensors on single ranks, also with sharded ones.
+
+    With sharded ones the result is sharded, otherwise placed as by :func:`stack_placed`.
+    """
     tensors = list(tensors)
     dim = positive_dim(dim, tensors[0].ndim)
     if any(type(one) is GlobalTensor and any(one.sets) for one in tensors):

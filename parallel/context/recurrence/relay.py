@@ -31,7 +31,7 @@ class Relay:
         """Number of writes in place into tensors on one rank; a copy of such a tensor is valid until the next one."""
 
     def clear(self) -> None:
-        """Forgets the messages of a forward at its end."""
+        """Forgets all messages; call it at the end of each forward."""
         self.token = None
 
     def send(self, local: Tensor, source: int, targets: tuple[int, ...], label: str, device: torch.device) -> Tensor:
@@ -58,9 +58,10 @@ class Relay:
         return made
 
     def tie(self, local: Tensor, graded: bool, in_place: bool = False) -> Tensor:
-        """Returns ``local`` with an autograd graph through which backward reaches all messages so far on every rank.
+        """Returns ``local`` with an autograd graph, so that every rank's backward reaches all messages sent so far.
 
-        ``graded``: True if every rank needs a graph, also without a message. ``in_place``: changes ``local`` itself.
+        ``graded``: True if every rank needs a graph, also without a message. ``in_place``: True to attach the graph to
+        ``local`` itself.
         """
         if not torch.is_grad_enabled() or not (graded or self.token is not None):
             return local

@@ -98,7 +98,7 @@ class CallRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Records the arguments of all module calls in the block, by forward pre-hooks."""
+        """Records the arguments of all module calls in the block in ``calls``, by forward pre-hooks."""
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 handle = module.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
@@ -150,9 +150,9 @@ class SequenceSize(NamedTuple):
 
 
 def sequences_of(batch: Iterable[Tensor], calls: Iterable[Sequence[SeenCall]]) -> tuple["SequenceSize", ...]:
-    """Returns the sizes (rows, positions) of all sequences of at least four positions in a forward, the longest first.
+    """Returns the different sizes (rows, positions) of a forward's sequences of at least four positions, longest first.
 
-    They are found in the first two dims of batch tensors and of recorded floating-point arguments with three dims.
+    A size is the first two dims of a batch tensor, or of a recorded floating-point argument with three dims.
     """
     given = [tuple(tensor.shape) for tensor in batch if tensor.ndim]
     rows = {shape[0] for shape in given}

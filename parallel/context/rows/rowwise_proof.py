@@ -73,7 +73,7 @@ def apart() -> Iterator[None]:
 def prove_rowwise(module: nn.Module, call: SeenCall, size: SequenceSize) -> ProvenForm | None:
     """Tests ``module`` on random arguments with the form of the recorded ``call``, for sequences of ``size``.
 
-    Returns this form if the module computes each position independently, in values and gradients; otherwise None.
+    Returns a description of such calls if the module computes each position independently; otherwise None.
     """
     form = size.form_of(call)
     if form is None:
