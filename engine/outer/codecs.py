@@ -87,7 +87,8 @@ def make_delta_codec(name: str, *, density: float = 0.03, bits: int = 32, chunk:
 
     Args:
         density: share of the elements of each chunk that top-k sends, above 0 and up to 1.
-        bits: bits per sent value: 32 (fp32), or 2 (a sign, and one of two magnitudes of the chunk).
+        bits: bits per sent value: 32 (fp32), or 2 (its sign, and a choice between the chunk's low and high mean
+            magnitude).
         chunk: number of elements of a chunk.
 
     Raises:

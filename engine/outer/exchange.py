@@ -73,7 +73,7 @@ class StoreExchange:
 
     Args:
         link: connection to the stores.
-        life: number of this run of the site, from the store's reply when the site joins.
+        life: number of this run of the site, from the reply of ``StoreLink.join``.
         lease: seconds without a request after which a store counts the site as lost; rank 0 renews the lease in a
             thread.
     """

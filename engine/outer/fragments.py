@@ -21,7 +21,9 @@ Rows = Sequence[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Group of whole tensors that training sites push and merge together, or its part on one of several stores."""
+    """Group of whole tensors that training sites push and merge together; with several stores, one store's part of such
+    a group.
+    """
 
     index: int
     """Number of the fragment; its parts on all stores have the same number."""
@@ -67,7 +69,7 @@ def divide(rows: Rows, fragments: int, stores: int = 1) -> tuple[Fragment, ...]:
 def due(step: int, period: int, fragments: int, index: int) -> bool:
     """Returns True if fragment (group of tensors) ``index`` is due to be sent to the store after ``step`` steps.
 
-    Each fragment is due every ``period`` steps. The ``fragments`` fragments are spread evenly over a period.
+    Each of the ``fragments`` fragments is due every ``period`` steps; no two are due after the same step.
 
     Raises:
         ValueError: ``period`` is smaller than ``fragments``, or ``index`` is out of range.

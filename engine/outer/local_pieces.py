@@ -55,12 +55,13 @@ class LocalPiece:
         """Returns the view of this piece's elements in ``owned``.
 
         Args:
-            owned: flat tensor with one value for each element of this rank's shard of a bucket (many parameters).
+            owned: 1-D tensor with one value for each element of this rank's shard of the piece's bucket (flat tensor of
+                many parameters).
         """
         return owned[self.part.start - self.flat.owned.start : self.part.stop - self.flat.owned.start]
 
     def chosen(self, values: Tensor) -> Tensor:
-        """Returns the elements of ``values`` that this rank pushes, as a view or a copy.
+        """Returns the elements of ``values`` that this rank pushes: ``values`` itself if it pushes all, else a copy.
 
         Args:
             values: one value for each element of the piece, [elements].

@@ -90,7 +90,7 @@ class JoinReply:
 class PushKey:
     """Identity of a push of gradients or weight differences; a second push with an equal key has no effect.
 
-    ``seq`` counts the pushes of one run of a site (``life``) and one fragment (group of tensors), from 0.
+    ``seq`` counts, from 0, the pushes of one fragment (group of tensors) in one run of a site (``life``).
     """
 
     life: int
@@ -214,7 +214,10 @@ class StoreLink(Protocol):
         """
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Sends, for the site's run ``life``, ``rank``'s initial weights of ``fragment``, fp32 as uint8 [bytes]."""
+        """Sends ``rank``'s initial weights of ``fragment``.
+
+        ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes].
+        """
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
         """Stores ``rank``'s part of a push durably, and returns the state of the push.

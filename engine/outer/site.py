@@ -161,11 +161,11 @@ class OuterLoop(StepPart):
             self._join()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Pushes the step's gradients, and waits for the result, before the optimizer runs.
+        """Pushes the step's gradients, and waits for the store's answer, before the optimizer runs.
 
-        The result is new weights, which the optimizer copies, or summed gradients, which replace the step's. Does
-        nothing if sites push weight differences. Returns the error of ``step`` or of the exchange, or None. All ranks
-        of the site call it.
+        The store sends new weights, which the optimizer copies, or summed gradients, which replace the gradients of
+        this step. Does nothing if sites push weight differences. Returns the error of ``step`` or of the exchange, or
+        None. All ranks of the site call it.
         """
         if self._content is Content.DELTAS:
             return step.problem
@@ -183,7 +183,8 @@ class OuterLoop(StepPart):
         self._tokens += totals.tokens
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Counts ``step``; if sites push weight differences, pushes the due ones, and applies newly merged weights.
+        """Counts ``step``. If sites push weight differences, pushes the fragments that are due, and applies newly
+        merged weights.
 
         Adds values such as "outer/clock" to ``step.figures``. All ranks of the site call it.
 

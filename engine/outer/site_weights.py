@@ -35,7 +35,7 @@ class Anchors:
         buckets: flat buckets of the weights; each is one tensor for many parameters.
         places: tensors that the optimizer updates; checkpoints store anchors under the names of these tensors'
             parameters.
-        feedback: True to store encoding errors, too.
+        feedback: True to also store the encoding errors of pushes.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], places: Sequence[OptimizerTensor], feedback: bool) -> None:
@@ -60,7 +60,7 @@ class Anchors:
         return {place.parameter: {kind: self._view(place, kind) for kind in self._owned} for place in self._places}
 
     def prepare(self, stored: Mapping[str, object]) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns tensors for loading a checkpoint's anchors and encoding errors, by parameter and kind.
+        """Returns views into which a checkpoint's anchors and encoding errors can be loaded, by parameter and kind.
 
         A kind is included if the checkpoint has it for every tensor. Sets all encoding errors to zero first.
 
@@ -113,12 +113,14 @@ class SiteWeights:
         return tuple(float(group["lr"]) for group in self._optimizer.inner.param_groups)
 
     def seed(self, fragment: int) -> Tensor:
-        """Returns the current weights that this rank pushes for ``fragment``, fp32 as uint8 [bytes]."""
+        """Returns the current weights that this rank pushes for ``fragment``: bytes of fp32 values, uint8 [bytes]."""
         parts = [piece.chosen(piece.weights.detach()).float().cpu() for piece in self._pushed(fragment)]
         return torch.cat(parts).view(torch.uint8) if parts else torch.empty(0, dtype=torch.uint8)
 
     def gradients(self, fragment: int, scale: float) -> Tensor:
-        """Returns this rank's summed gradients for ``fragment``, divided by ``scale`` and encoded, uint8 [bytes]."""
+        """Returns the gradients that this rank pushes for ``fragment``, divided by ``scale`` and then encoded, uint8
+        [bytes].
+        """
         own = self._pushed(fragment)
         for flat in {id(piece.flat): piece.flat for piece in own if piece.flat.host_sums is not None}.values():
             self._optimizer.copies.wait(flat)
@@ -143,12 +145,12 @@ class SiteWeights:
 
     @torch.no_grad()
     def write(self, fragment: int, body: Tensor, alone: bool = False) -> None:
-        """Merges ``body``, the store's values of this rank's elements of ``fragment``, fp32 [elements], into the
-        weights.
+        """Updates this rank's weights of ``fragment`` with ``body``, their merged values from the store, fp32
+        [elements].
 
-        The new weights are body + weight - anchor (weight after the last exchange). With ``outer.mixing`` = m: m *
-        weight + (1 - m) * body. With ``alone``: body. If sites push weight differences, body becomes the anchor.
-        All-gathers parameters, label "parameters".
+        The new weights are body + weight - anchor (weight after the last exchange). With ``outer.mixing`` = m, they are
+        m * weight + (1 - m) * body. With ``alone``, they are body. If sites push weight differences, body becomes the
+        anchor. All-gathers parameters, label "parameters".
         """
         mixing = self._outer.mixing
         for flat in self.local.buckets(fragment):

@@ -106,8 +106,8 @@ def peak_of_row(
     """Returns the peak of live bytes on a rank that runs ``actions`` in order, and the action at the peak.
 
     Args:
-        releases: for each action, the indices of earlier actions; the tensors that they sent are freed before it
-            begins.
+        releases: for each action, indices of earlier actions; tensors that the earlier ones sent are freed before the
+            action begins.
         memory_of: function that returns the memory change of an action.
         base: live bytes between steps, without message buffers.
         end_rise: peak bytes during the final gradient reduction minus live bytes after the last action.

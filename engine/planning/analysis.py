@@ -120,7 +120,9 @@ def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """Results of :func:`analyze`, such as trace, tensor plan and partition; None or empty if not configured."""
+    """Results of :func:`analyze`, such as trace, tensor plan and partition. A result that the configuration does not
+    need is None or empty.
+    """
 
     trace: ModelTrace | None = None
     partition: Partition | None = None
@@ -434,7 +436,9 @@ VIRTUAL_STAGES = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
-    """Pipeline schedule chosen for ``parallel.schedule: "auto"``, and the partition of the model into its stages."""
+    """Pipeline schedule chosen for ``parallel.schedule: "auto"``, and the partition of the model into the stages of
+    this schedule.
+    """
 
     decision: ScheduleDecision
     partition: Partition

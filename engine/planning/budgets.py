@@ -69,9 +69,7 @@ class GatherPlan:
 
     @property
     def gathers(self) -> Gathers:
-        """Numbers of all-gathers in a step: the calls in total, and the times that each bucket (flat buffer) is
-        gathered.
-        """
+        """Number of all-gather calls in a step, and the number of gathers of each bucket (flat buffer)."""
         return self.over(None)
 
     def over(self, axis: Axis | None) -> Gathers:
@@ -107,7 +105,8 @@ def state_bytes(
 ) -> StateBytes:
     """Returns the bytes of state that a rank with the buckets of ``layout`` stores between steps.
 
-    ``frozen``: bytes of frozen parameters outside of buckets. ``kept``: function for the optimizer bytes of a bucket.
+    ``frozen``: bytes of frozen parameters outside of buckets. ``kept``: function that returns the optimizer bytes of a
+    bucket.
     """
     state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
     formats = wire_formats(config, precision)
@@ -150,8 +149,9 @@ def state_bytes(
 
 
 def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, config: Config, precision: Precision) -> int:
-    """Returns the bytes of optimizer state of ``bucket`` on data rank ``dp``. ``groups``: state of each parameter
-    group.
+    """Returns the bytes of optimizer state of ``bucket`` on the data rank with index ``dp``.
+
+    ``groups``: optimizer state of each parameter group.
     """
     sharded = config.zero_optimization.stage > 0
     owned = bucket.shard(dp % bucket.spread.ranks) if sharded else slice(0, bucket.elements)
@@ -277,8 +277,8 @@ def tensor_format(config: Config) -> ActivationFormat | None:
 
 
 def sequence_unit(config: Config) -> int:
-    """Returns the number that must divide the sequence positions of a context rank: ``tp`` with sequence parallelism,
-    else 1.
+    """Returns ``tp`` with sequence parallelism, else 1; each context rank's number of positions must be a multiple of
+    it.
     """
     return config.tp if config.parallel.sequence_parallel else 1
 
@@ -294,7 +294,9 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Returns the number of data and context ranks on one node; without ``parallel.gpus_per_node``, in the grid."""
+    """Returns the number of data and context ranks on one node. Without ``parallel.gpus_per_node``, counts them in the
+    whole grid.
+    """
     node, grid = config.parallel.gpus_per_node, config.grid(0)
     ranks = grid.size(grid.sums)
     return ranks if node is None else min(ranks, max(1, node // grid.stride(grid.sums)))
@@ -333,10 +335,9 @@ def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
 
 
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
-    """Returns a rank's traffic in a step for all-gathers of sharded parameters, and for one agreement per forward on
-    unplanned all-gathers.
+    """Returns a rank's traffic in a step for all-gathers of sharded parameters and for control messages about them.
 
-    Ranks that call different modules agree more often than this counts.
+    Ranks that call different modules send more control messages than this counts.
     """
     ranks, axis, rows = config.shards, config.grid(0).sharding, list[Traffic]()
     if ranks == 1:
@@ -398,7 +399,7 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
 def message_bytes(value: Value, form: ActivationFormat | None) -> int:
     """Returns the bytes of the traced tensor ``value``, or of its gradient, in a message between pipeline stages.
 
-    ``form``: quantization format; None: none.
+    ``form``: quantization format; None: no quantization.
     """
     elements = prod(value.shape)
     if form is None or not value.grad or not form.shortens(value.dtype, elements):
@@ -428,7 +429,8 @@ def stage_traffic(
 ) -> Tally:
     """Returns a stage's traffic over pp in a step: activations to later stages, and gradients of received activations.
 
-    ``values``: traced tensors. ``ranks``: pipeline rank of every stage. ``form``: quantization format; None: none.
+    ``values``: traced tensors. ``ranks``: pipeline rank of every stage. ``form``: quantization format; None: no
+    quantization.
     """
     here = ranks[stage.stage]
     targets = [number for number, to in stage.sends.items() for other in to if ranks[other] != here]

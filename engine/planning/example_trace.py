@@ -60,7 +60,7 @@ class SharedSequences:
     def trace(self, stages: int, watch: CollectiveRecorder | None) -> ModelTrace:
         """Returns the trace of one training microbatch (forward and loss) for ``stages`` pipeline stages.
 
-        Traces again while a trace shows that ranks need other positions, such as full sequences for one module.
+        If a trace shows that a module needs other positions, such as full sequences, gives it these and traces again.
         ``watch``: recorder of tensor- and context-parallel traffic, or None.
         """
         while True:
@@ -122,7 +122,7 @@ def trace_example(
         stages: number of pipeline stages.
         watch: recorder of tensor- and context-parallel traffic, or None.
         material: object that receives the arguments of every module call, or None.
-        split: ``parallel.split`` of the configuration; its modules are recorded as calls even inside a block.
+        split: ``parallel.split`` of the configuration; the trace records each module named there as a call of its own.
 
     Raises:
         PlanError: the model cannot be traced; names the operation and its line.
@@ -165,10 +165,10 @@ def _real(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Opens a context in which parameters and buffers of ``model`` have the dtypes of ``precision``; its end restores
-    dtypes and values.
+    """Opens a context in which parameters and buffers of ``model`` have the dtypes of ``precision``; the end of the
+    context restores dtypes and values.
 
-    Parameters with a changed dtype have no values inside.
+    In the context, parameters with a changed dtype have no values.
     """
     patches = ForwardPatches()
     put_casts(model, precision.kept, precision.compute, patches)

@@ -116,7 +116,9 @@ class ReplayPlan:
 
 
 def find_replay_plan(model: nn.Module, config: Config) -> ReplayPlan | None:
-    """Finds the call in which each router of ``model`` chooses experts, by trial runs; None without ``router_replay``.
+    """Finds, in trial runs, the function call by which each router of ``model`` chooses experts.
+
+    Returns None without ``router_replay``.
 
     Raises:
         ConfigError: the model has no experts.
@@ -202,7 +204,7 @@ def find_router_biases(model: nn.Module, config: Config) -> tuple[RouterBias, ..
     """Returns the routers' buffers that affect only the choice of experts; () without ``router_bias_update_rate``.
 
     Raises:
-        PlanError: no router has one.
+        PlanError: no router has such a buffer.
     """
     if not config.router_bias_update_rate:
         return ()

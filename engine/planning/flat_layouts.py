@@ -174,10 +174,9 @@ SHARDED_DTYPES = (
 def without_unread_heads(
     model: nn.Module, replacements: Sequence[Replacement], layouts: FlatLayouts
 ) -> tuple[tuple[Replacement, ...], tuple[str, ...]]:
-    """Removes chunked language-model heads from ``replacements`` if the loss cannot read their weight.
+    """Returns (``replacements`` without unusable chunked language-model heads, one note for each head left out).
 
-    The weight is then on an earlier pipeline stage, or freed by ZeRO 3. Returns (remaining replacements, one note for
-    each removed one).
+    A head is unusable if the loss cannot read its weight, which is on an earlier pipeline stage or freed by ZeRO 3.
     """
     users, names = layouts.users, {id(parameter): name for name, parameter in model.named_parameters()}
     stage = max(max(stages) for stages in users.stages_of_rank)

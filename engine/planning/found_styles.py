@@ -145,7 +145,8 @@ class StylesCache:
 def kept_or_found(digest: Callable[[], str | None], find: Callable[[], FoundStyles]) -> FoundStyles:
     """Returns the cached styles of a search; without them, runs the search and caches its result.
 
-    ``digest``: function that returns the cache key; None: not cacheable. ``find``: function that runs the search.
+    ``digest``: function that returns the cache key, or None if the search cannot be cached. ``find``: function that
+    runs the search.
     """
     cache = StylesCache.of_environment()
     key = digest() if cache is not None else None

@@ -132,7 +132,7 @@ def unused_formats(config: Config, precision: Precision) -> list[str]:
 
 
 def exact_weights(model: nn.Module, formats: WireFormats, precision: Precision) -> list[str]:
-    """Returns a list with a note that names weights sent unquantized despite weight quantization; [] without any."""
+    """Returns, as a list, a note on weights sent unquantized despite weight quantization; [] if there are none."""
     if formats.weights is None:
         return []
     left = [

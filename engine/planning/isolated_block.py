@@ -87,7 +87,7 @@ class IsolatedBlock:
     def weigh(self, arguments: Arguments) -> tuple[Seconds, BlockBytes]:
         """Runs the copy's forward and backward once; returns (their seconds, bytes of activations stored for backward).
 
-        Parameters, buffers and tensors that depend only on the batch do not count.
+        The bytes leave out parameters, buffers, and tensors that depend only on the batch.
         """
         given = _Given(arguments, self._device)
         shared = (*self._module.parameters(), *self._module.buffers(), *given.free)
@@ -186,7 +186,9 @@ def reads_other_values(call: Call, arguments: Arguments) -> bool:
 
 
 def holds_objects(arguments: Arguments) -> bool:
-    """Returns True if a recorded argument is neither a tensor nor a plain value, such as a key-value cache."""
+    """Returns True if a recorded argument is an object, such as a key-value cache, and neither a tensor nor a plain
+    value.
+    """
     plain = (Sample, Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
     return not all(isinstance(leaf, plain) for leaf in pytree.tree_leaves(arguments, is_leaf=is_sample))
 

@@ -86,8 +86,8 @@ class MaterializedUnit:
     def run(self, body: Callable[[MaterializedBlock], Result]) -> Result:
         """Makes a float64 copy of the module with random weights, and returns ``body(copy)``.
 
-        Large weights are products of two thin matrices. If ``body`` reads all elements of one, calls ``body`` again
-        with the full weight; so ``body`` must have no side effects.
+        Large weights are products of two thin matrices. If ``body`` reads all elements of such a weight, calls ``body``
+        again with the full weight; so ``body`` must have no side effects.
 
         Raises:
             IsolatedRunError: the module cannot be copied, or uses values of the model that are not among its arguments.

@@ -175,7 +175,7 @@ class Plan:
 
     @property
     def places(self) -> str:
-        """Text about the stages of each pipeline rank, to compare plans."""
+        """Text with the boundaries and pipeline ranks of all stages; equal for plans with equal stages."""
         return "" if self.partition is None else f"{self.partition.boundaries} on {self.schedule.stages_of_rank}"
 
     @property
@@ -185,7 +185,7 @@ class Plan:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Point-to-point links: between stages that exchange tensors, and to pipeline rank 0 for full state dicts."""
+        """Point-to-point links between pipeline ranks, for the tensors of stages and for full state dicts on rank 0."""
         links = {state_link(rank, 0) for rank in range(1, self.config.pp)}
         for plan in self.partition.stages if self.partition is not None else ():
             for other in plan.receives.values():
@@ -469,7 +469,7 @@ def _division(
 
 
 def check_settings(model: nn.Module, config: Config) -> None:
-    """Raises ConfigError, PlanError or ScheduleError for settings that ``build_plan`` would reject with any batch."""
+    """Raises ConfigError, PlanError or ScheduleError for settings that ``build_plan`` would reject with every batch."""
     assign_groups(model, config.optimizer)
     make_precision(config, model)
     _schedule(config)

@@ -128,7 +128,8 @@ def measure_calls(
     run: tuple[Precision, torch.device],
     ways: Mapping[str, Selective] = MappingProxyType({}),
 ) -> Costs:
-    """Measures copies of the modules that ``trace`` calls, and returns their costs; FLOPs if nothing could be measured.
+    """Measures copies of the modules that ``trace`` calls, and returns their costs; these are FLOPs if nothing could be
+    measured.
 
     ``material``: recorded arguments of the calls. ``run``: (precision, device). ``ways``: selective recomputation by
     name of the module.

@@ -35,7 +35,8 @@ _Styles = Mapping[str, Style]
 
 
 def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_rank: bool = True) -> tuple[str, ...]:
-    """Proves a configured tensor-parallel plan for ``tp`` ranks: compares each kind of block sharded and unsharded.
+    """Proves a configured tensor-parallel plan for ``tp`` ranks by comparing the results of sharded and unsharded
+    blocks.
 
     ``low_rank``: True to draw large random weights as products of two thin matrices.
 

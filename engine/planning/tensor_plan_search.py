@@ -77,7 +77,7 @@ class CalledModules:
 
 
 class SearchedProgram:
-    """Program and example batch that searches for tensor-parallel plans share."""
+    """Program and example batch, shared by several searches for tensor-parallel plans."""
 
     def __init__(self, program: Program, example: Batch) -> None:
         self.program, self.example = program, example
@@ -111,8 +111,9 @@ class SearchedProgram:
         return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
 
     def trace(self, length: int) -> "tuple[_Followed, str]":
-        """Returns (trace of the example cut to ``length`` tokens, ""), or, if the model cannot run it, (trace of the
-        uncut example, the reason).
+        """Returns (trace of the example cut to ``length`` tokens, "").
+
+        If the model cannot run the cut example, returns (trace of the full example, the reason).
         """
         few = self.program.rows.take_rows(self.example, 0, ROWS)
         found, refused = self._tried(few, length)
@@ -126,8 +127,9 @@ class SearchedProgram:
         return whole, note if refused else ""
 
     def material_of_shorter(self, followed: "_Followed", tp: int) -> tuple[Material | None, str]:
-        """Returns (arguments of all module calls at half the tokens of ``followed``, ""); without such a run, (None,
-        reason).
+        """Returns (arguments of all module calls in a run with half the tokens of trace ``followed``, "").
+
+        Returns (None, reason) if no such run is possible.
         """
         lengths = [t.shape[1] for _, t in named_tensors(followed.example) if t.ndim >= 2 and not t.is_floating_point()]
         if not lengths:

@@ -36,7 +36,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Widths(NamedTuple):
-    """Dtypes for a group of parameters: in forward, of accumulated gradients, master weights and optimizer moments."""
+    """Dtypes of a group of parameters in forward, and of their accumulated gradients, master weights and optimizer
+    moments.
+    """
 
     compute: torch.dtype
     sums: torch.dtype

@@ -132,9 +132,10 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def put_casts(model: nn.Module, kept: KeptFp32, compute: torch.dtype | None, patches: ForwardPatches) -> None:
-    """Makes modules of ``model`` cast their inputs in a 16-bit run, until ``patches`` are removed.
+    """Makes fp32 modules and torch layers of ``model`` cast their inputs in a 16-bit run, until ``patches`` are
+    removed.
 
-    Modules of ``kept`` compute in fp32. torch's layers cast floating inputs to the dtype of their parameters. Does
+    Modules of ``kept`` compute in fp32. torch layers cast floating inputs to the dtype of their parameters. Does
     nothing if ``compute`` is None.
     """
     if compute is None:

@@ -75,7 +75,9 @@ def expression(path: BatchPath) -> str:
 
 
 def count_tokens(microbatch: Batch) -> int:
-    """Returns the number of tokens in ``microbatch``, the elements of ``input_ids``; else its number of rows."""
+    """Returns the number of tokens in ``microbatch``: the elements of ``input_ids``, or the number of rows if there is
+    no ``input_ids``.
+    """
     if is_text(microbatch):
         return int(microbatch["input_ids"].numel())
     return next((tensor.shape[0] for _, tensor in named_tensors(microbatch) if tensor.ndim), 1)
@@ -100,7 +102,8 @@ def call_model(model: nn.Module, microbatch: Batch) -> Any:
 def join_outputs(outputs: list[Any]) -> Any:
     """Joins the model outputs of several microbatches into one output of the same structure.
 
-    Tensors are concatenated along dim 0; 0-dim tensors are stacked. Sequences of different lengths are concatenated.
+    Tensors are concatenated along dim 0; 0-dim tensors are stacked. Lists and tuples are joined by item, or
+    concatenated if lengths differ.
     """
     first = outputs[0]
     if isinstance(first, Tensor):

@@ -22,7 +22,7 @@ Name = str | int
 class BatchRows:
     """Rule for splitting the tensors of a batch into microbatches along dim 0 (rows).
 
-    Tensors named in ``whole``, or at the paths ``learnt`` from an example, are not split.
+    Tensors named in ``whole``, and tensors at the paths in ``learnt``, are not split.
     """
 
     whole: frozenset[Name] = frozenset()
@@ -33,7 +33,8 @@ class BatchRows:
     def of(whole: Name | Sequence[Name], example: Batch, micro: int) -> "BatchRows":
         """Returns the rule for batches like ``example``, a microbatch of ``micro`` rows.
 
-        Tensors in ``whole`` are not split, nor tensors without ``micro`` rows if others have them.
+        Tensors in ``whole`` are not split. If some tensors have ``micro`` rows, tensors with other numbers are not
+        split either.
         """
         leading = {path: tensor.shape[0] for path, tensor in tensors_by_path(example) if tensor.ndim}
         others = {path for path, rows in leading.items() if rows != micro} if micro in leading.values() else ()

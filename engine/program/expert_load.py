@@ -47,7 +47,9 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 
 def chosen_experts(model: nn.Module, experts: int) -> int:
-    """Returns the number of experts per token from the model's ``config``, or 2; at most ``experts``."""
+    """Returns the number of experts per token from the model's ``config``, or 2 without such an entry; at most
+    ``experts``.
+    """
     config = getattr(model, "config", None)
     given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)
     return min(given, experts)

@@ -42,7 +42,9 @@ class ForwardSignature:
 
     @staticmethod
     def of(model: nn.Module) -> "ForwardSignature":
-        """Returns the signature of the model's forward, or a signature with any argument if it cannot be inspected."""
+        """Returns the signature of the model's forward; if Python cannot inspect it, a signature that accepts any
+        arguments.
+        """
         try:
             parameters = list(inspect.signature(model.forward).parameters.values())
         except (TypeError, ValueError):

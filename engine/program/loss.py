@@ -118,7 +118,9 @@ def _number(value: Any, name: str, by: str) -> Tensor | float:
 
 
 def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:
-    """Converts a 0-dim loss or a pair (sum, weight) to a :class:`WeightedLoss`. A single loss gets weight 1.
+    """Converts a 0-dim loss (weight 1) or a pair (sum, weight) to a :class:`WeightedLoss`.
+
+    ``what``: subject of errors; ``{}`` becomes the value's name.
 
     Raises:
         EngineError: ``found`` is neither a loss nor a pair.
@@ -211,8 +213,8 @@ class RowGather:
         forward     rows [b, ...] of each data rank -> [N*b, ...] on all N of them      all-gather over dp
         backward    gradients [N*b, ...] of each rank -> sum for its own rows [b, ...]  reduce-scatter over dp
 
-    Before :meth:`open` it communicates nothing, and the result has only the right shape, for planning. The gradient is
-    of the mean of all ranks' losses, so each rank may compute the loss of the whole batch.
+    Before :meth:`open` it communicates nothing, and the result has only the right shape, for planning. Parameters
+    get the gradient of all ranks' mean loss, so each rank may compute the loss of the whole batch.
     """
 
     def __init__(self, ranks: int = 1, uneven: bool = False) -> None:

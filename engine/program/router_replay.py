@@ -131,7 +131,7 @@ class RouterReplay:
         self._now, self._waiting = self._entry(batch), []
 
     def end_backward(self) -> None:
-        """Forgets the forwards of an ended backward; later recomputed blocks use the choices of later forwards."""
+        """Forgets the forwards of the ended backward."""
         self._waiting = []
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
@@ -208,7 +208,7 @@ class RouterReplay:
 
     @contextmanager
     def recording(self) -> Iterator[Mapping[str, list[Tensor]]]:
-        """Returns a context that records the routers' choices in its value, a dict by router name.
+        """Opens a context that yields a dict by router name; forwards in the context add the routers' choices to it.
 
         An entry has one int32 tensor [rows, positions, experts per token] for each forward.
         """
@@ -219,10 +219,10 @@ class RouterReplay:
             self._recorded = None
 
     def joined(self, recorded: Mapping[str, list[Tensor]], rows: int, comm: Comm, device: torch.device) -> Tensor:
-        """Returns the choices that :meth:`recording` has recorded on all pipeline stages, on every rank.
+        """Returns, on every rank, the routers' choices that all pipeline stages have recorded.
 
         The result is int32 [``rows``, positions, layers with routers, experts per token]. ``recorded``: this rank's
-        choices by router name. Makes two all-reduces over pp, label "routing".
+        choices by router name, from :meth:`recording`. Makes two all-reduces over pp, label "routing".
         """
         positions = torch.tensor([each.shape[1] for found in recorded.values() for each in found[:1]][:1] or [0])
         positions = positions.to(device)

@@ -58,8 +58,9 @@ class FailureMessage:
         _tell_torchrun(sentence)
 
     def close(self) -> None:
-        """Restores the previous ``sys.excepthook``; while an EngineError is being raised, only after this error is
-        freed.
+        """Restores the previous ``sys.excepthook``.
+
+        If called while an EngineError is being raised, restores it once this error is freed.
         """
         raised = sys.exc_info()[1]
         if isinstance(raised, EngineError):

@@ -189,11 +189,11 @@ def profiled_steps(text: str) -> tuple[int, int]:
 class StepProfile:
     """Writer of ``trace-N.json``: rank N's pipeline actions, collectives and messages in training steps A to B.
 
-    Collectives and messages come from the flight recorder, which has only the 512 newest events; others are counted as
-    lost.
+    Collectives and messages come from the flight recorder, which has only the 512 newest events; older ones are
+    counted as lost.
 
     step A - 1   stores the position in the flight recorder
-    step A       aligns clocks by an all-reduce of 4 bytes over the world, label "profile clock"; its end is time 0
+    step A       aligns clocks by an all-reduce of 4 bytes over the world, label "profile clock", which ends at time 0
     A .. B       after each step: reads the flight recorder, and writes the whole trace file again
 
     Args:

@@ -137,13 +137,13 @@ def _finite(value: Any) -> Any:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns this process's peak memory in bytes: allocated by torch on a GPU, else resident."""
+    """Returns this process's peak memory in bytes: memory allocated by torch on a GPU, resident memory on a CPU."""
     allocated = peak_allocated(device)
     return allocated if allocated is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Returns the dense bf16 peak of a GPU in TFLOP/s by its model name; None if it is unknown or a CPU."""
+    """Returns the dense bf16 peak of a GPU in TFLOP/s by its model name; None for a CPU or an unknown GPU."""
     if is_host(device):
         return None
     name = device_name(device)
@@ -167,7 +167,7 @@ def utilisation(
 
 
 def line_parts(report: StepReport) -> list[str]:
-    """Returns the parts of a step's progress line after step and loss, such as "lr 1.9e-03", without unused values."""
+    """Returns the parts of the progress line that follow step and loss, such as "lr 1.9e-03", without unused values."""
     parts = [
         f"lr {report.lr:.1e}",
         f"norm {report.grad_norm:.2f}",

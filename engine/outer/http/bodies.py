@@ -92,7 +92,9 @@ def tensor_from(data: bytearray) -> Tensor:
 
 
 def frame(head: object, data: bytes | memoryview = b"") -> bytes:
-    """Returns the content of a request: 4 bytes with the JSON's length, ``head`` as JSON, then ``data``."""
+    """Returns the content of a request: the length of ``head`` as JSON (4 bytes, little-endian), this JSON, then
+    ``data``.
+    """
     text = dump_json(head)
     return b"".join((_LENGTH.pack(len(text)), text, data))
 
@@ -165,11 +167,11 @@ class Uploads:
     finished: dict[tuple[int, int, int], tuple[BodyKey, str, Arrived]] = field(default_factory=dict)
 
     def arrived(self, key: BodyKey, whole: str) -> Arrived:
-        """Returns how many bytes of the body ``key`` (payload of a push or initial weights) have arrived, and the
-        push's state once all have.
+        """Returns the number of arrived bytes of the body ``key`` (payload of a push or initial weights), and the
+        push's state once the body is complete.
 
         Args:
-            whole: hash of the whole body; if it differs from the first range's, the result is 0 bytes.
+            whole: hash of the whole body; an upload that began with another hash counts as 0 bytes.
         """
         last, upload = self.finished.get(key.place), self.under_way.get(key.place)
         if last is not None and last[:2] == (key, whole):
@@ -219,8 +221,8 @@ class Uploads:
         return upload.data
 
     def finish(self, key: BodyKey, whole: str, result: Arrived) -> None:
-        """Removes the complete payload ``key``, and stores ``result`` as the reply to repeated requests with its hash
-        ``whole``.
+        """Removes the complete payload ``key`` with the hash ``whole``, and stores ``result`` as the reply to repeated
+        requests for this payload.
         """
         self.drop(key)
         self.finished[key.place] = key, whole, result

@@ -318,7 +318,7 @@ class BoundedConnection(StoreConnection):
     def limit(self, seconds: float) -> None:
         """Sets a deadline for repeats ``seconds`` from now, and the timeout of each attempt.
 
-        The timeout is ``seconds`` within 0.1 to 60.
+        The timeout is ``seconds``, clamped to the range from 0.1 to 60.
         """
         super().limit(seconds)
         self._client.timeout = httpx.Timeout(min(LONGEST_SECONDS, max(0.1, seconds)))

@@ -94,7 +94,7 @@ class HttpLink:
     def join(self, request: JoinRequest) -> JoinReply:
         """Starts a new run (life) of the site on every store, and returns one combined reply.
 
-        The reply has the runs' numbers packed into one integer, and the lowest ``rows`` and ``clock`` of all stores'
+        Its ``life`` packs the runs' numbers into one integer; its ``rows`` and ``clock`` are the lowest of all stores'
         replies. ``seeds`` is True if any store asks this site for initial weights.
 
         Raises:
@@ -117,10 +117,10 @@ class HttpLink:
             store.ask(wire.REGISTER, call, wire.Done, self._join_seconds)
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Sends this rank's initial weights of ``fragment``, fp32 as uint8 [bytes], to the fragment's store.
+        """Sends this rank's initial weights of ``fragment`` to the fragment's store.
 
-        ``life``: number of the site's run. With several stores, does nothing if the store takes initial weights from
-        another site.
+        ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes]. With several stores, does
+        nothing if the store takes initial weights from another site.
         """
         number = self._number(fragment)
         own = self._life(life, number)
@@ -183,7 +183,7 @@ class HttpLink:
         """Renews the site's lease on every store that answers. When a lease ends, the store counts the site as lost.
 
         Raises:
-            GridError: a store does not answer this request, or another one that is being repeated.
+            GridError: a store does not answer this request, or a request of another thread.
         """
         silent: GridError | None = None
         for number, store in enumerate(self._stores):

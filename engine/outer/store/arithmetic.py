@@ -31,7 +31,9 @@ from engine.zero.optim.master_weights import clip_factor, gradient_norm
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One site's push (gradients or weight differences) in a merge, with its weight and learning rates."""
+    """One site's push (gradients or weight differences) in a merge, with the push's weight and the site's learning
+    rates.
+    """
 
     finite: bool
     """True if every value is finite; other contributions have no effect, except on SUMS."""

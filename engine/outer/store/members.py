@@ -14,7 +14,7 @@ from engine.outer.messages import RankLayout, StoreRefusedError
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of one run of a training site (life) in one fragment (group of tensors)."""
+    """Counters of pushes and downloads of one fragment (group of tensors) by one run of a training site (life)."""
 
     clock: int = 0
     """Merged pushes, plus those that the life has been credited with when it joined or came back."""
@@ -89,7 +89,8 @@ class Members:
         return min(clocks, default=None)
 
     def credit(self, life: Life) -> None:
-        """Raises the clocks (merged pushes) of ``life`` to the lowest clock of the other live sites in each fragment.
+        """Raises the clock (number of merged pushes) of ``life`` in each fragment to the lowest clock of the other live
+        sites.
 
         Other sites then do not wait for pushes that this run has missed.
         """

@@ -42,7 +42,8 @@ class FlatTensors:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], int]], groups: int) -> "FlatTensors":
-        """Returns positions of ``tensors``, concatenated in this order, one flat tensor per parameter group.
+        """Returns the positions of ``tensors`` after concatenation in this order into one flat tensor per parameter
+        group.
 
         Args:
             tensors: (name, shape, number of the parameter group) of each tensor.
@@ -121,7 +122,7 @@ class FlatTensors:
 
         Args:
             layouts: elements that each rank pushes and pulls, by rank.
-            bodies: initial weights of each rank, fp32 as uint8 [bytes], by rank.
+            bodies: bytes of each rank's initial weights (fp32), uint8 [bytes], by rank.
         """
         found: list[tuple[NamedPiece, Tensor]] = []
         for rank in sorted(bodies):
@@ -191,7 +192,7 @@ def check_body(body: Tensor, expected: int, subject: str) -> None:
     """Raises unless ``body`` is a 1-D uint8 tensor with ``expected`` bytes.
 
     Raises:
-        StoreRefusedError: size or dtype differ; the message begins with ``subject``.
+        StoreRefusedError: size or dtype differ; the message begins with ``subject``, a name for the body.
     """
     if body.dtype != torch.uint8 or body.dim() != 1 or len(body) != expected:
         raise StoreRefusedError(

@@ -60,7 +60,8 @@ def replay(folder: str | Path) -> Replayed:
     """Recomputes every merge of the store's journal in ``folder``, and compares the new weights with the journal's
     hashes.
 
-    Stops at the first difference. The store must have run with ``keep``. Changes nothing in the folder.
+    Stops at the first difference. The store must have retained all pushes (``Store(keep=True)``). Changes nothing in
+    the folder.
 
     Raises:
         CheckpointError: there is no journal, it is damaged, or a push is missing.

@@ -59,7 +59,7 @@ class SharedWeights:
         self._moved = [0, 0]
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Registers a new run of a site by a file in ``outer.folder``; the reply has its number.
+        """Registers a new run of a site by a file in ``outer.folder``, and replies with the number of the run.
 
         The first call for a folder also writes the model's tensor names and shapes there; its reply has ``seeds`` =
         True, and its site sends initial weights.
@@ -102,17 +102,18 @@ class SharedWeights:
         self._values = torch.from_file(path, shared=True, size=size, dtype=torch.float32)
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Writes this rank's initial weights, fp32 as uint8 [bytes], to the shared weights; ignores ``life`` and
-        ``fragment``.
+        """Writes this rank's initial weights to the shared weights; ignores ``life`` and ``fragment``.
+
+        ``body``: bytes of fp32 values, uint8 [bytes].
         """
         for shared, own in self._pushed(body.view(torch.float32)):
             shared.copy_(own)
         (self._folder / f"seeded-{rank}").touch()
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Subtracts ``body``, weight differences in fp32 as uint8 [bytes], from the shared weights in place.
+        """Subtracts the weight differences in ``body`` from the shared weights in place.
 
-        Returns ``PushState.MERGED``.
+        ``body``: bytes of fp32 values, uint8 [bytes]. Returns ``PushState.MERGED``.
         """
         values = self._codec.decode(body, body.numel() // 4).float()
         for shared, own in self._pushed(values):

@@ -29,9 +29,9 @@ _LARGEST = 1 << 46
 
 
 def write_snapshot(folder: Path, state: StoreState, position: int) -> None:
-    """Writes to ``folder`` a snapshot of ``state``, the result of the journal's first ``position`` bytes.
+    """Writes a snapshot of ``state`` to ``folder``, and removes earlier snapshots.
 
-    Removes earlier snapshots.
+    ``position``: end of the last event in ``state``, in bytes of the journal.
     """
     files, tensors = Files(), _tensors(state)
     path = folder / f"{_PREFIX}{position:012d}"
@@ -61,7 +61,7 @@ def snapshot_names(folder: Path) -> list[str]:
 
 
 def read_snapshot(folder: Path, state: StoreState) -> int:
-    """Restores the newest snapshot in ``folder`` into ``state``, which is empty before.
+    """Restores the newest snapshot in ``folder`` into the empty ``state``.
 
     Returns the offset of the first later event in the journal; 0 without a snapshot.
 

@@ -135,7 +135,10 @@ class StoreState:
         return tuple((found | {each.index: each.version for each in self.fragments.values()}).values())
 
     def apply(self, event: Event, bodies: Bodies) -> None:
-        """Applies one event of the store's journal to this state; ``bodies`` returns a stored file's bytes by name."""
+        """Applies one event of the store's journal to this state.
+
+        ``bodies``: function that returns the bytes of a stored file by name.
+        """
         match event["kind"]:
             case "join":
                 self._join(event)
@@ -223,7 +226,9 @@ class StoreState:
         fragment.spent_bodies += [push_name(key, rank) for rank in fragment.pushes.pop(key).bodies]
 
     def rows_of(self, site: int) -> int:
-        """Returns the number of data rows of training site ``site`` up to its last complete push, merged or not."""
+        """Returns the number of data rows on which training site ``site`` has trained up to its last complete push,
+        merged or not.
+        """
         waiting = [
             push.meta.rows
             for fragment in self.fragments.values()

@@ -189,9 +189,9 @@ class Store:
     # ------------------------------------------------------------------ pushes
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Stores ``rank``'s initial weights of ``fragment``, fp32 as uint8 [bytes], unless the store has them already.
+        """Stores ``rank``'s initial weights of ``fragment``, unless the store has them already.
 
-        ``life``: number of the site's run.
+        ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes].
 
         Raises:
             StoreRefusedError: another run is to send them, their size is wrong, or a value is not finite.
@@ -243,8 +243,8 @@ class Store:
             return PushState.COMPLETE if complete else PushState.PARTIAL
 
     def body_bytes(self, life: int, rank: int, fragment: int, initial: bool) -> int:
-        """Returns the size in bytes of ``rank``'s push of ``fragment`` in the run ``life``; with ``initial``, of its
-        initial weights.
+        """Returns the size in bytes of ``rank``'s push of ``fragment`` in the run ``life``; with ``initial``, the size
+        of the rank's initial weights.
         """
         with self._request():
             layout, tensors = self._layout(self._find(life), rank), self._fragment(fragment).tensors

@@ -51,7 +51,7 @@ SLACK = 0.1
 
 
 class BlockSample(NamedTuple):
-    """Activation bytes per row of one transformer block on one tensor rank, counted in a run without values."""
+    """Activation bytes of one transformer block on one tensor rank, per batch row, counted in a run on shapes."""
 
     kept: float
     """Bytes of activations that a block stores until its backward."""
@@ -78,7 +78,7 @@ class RankMemory:
 
 
 class StageParameters(NamedTuple):
-    """Number of parameters on one rank of the largest pipeline stage, before ZeRO shards them."""
+    """Numbers of parameters on one rank of a pipeline stage, before ZeRO shards them."""
 
     dense: float
     """Parameters outside of experts that data ranks share."""

@@ -88,7 +88,7 @@ class ExpertExchange:
 
     @property
     def round_bytes(self) -> float:
-        """Largest number of bytes on a rank in one round of the exchange."""
+        """Largest number of bytes of a rank's buffers in one round of the exchange."""
         received = self.ranks * self.limit
         given = min(received, self.tokens * (min(self.chosen, self.ranks) if self.form == "token" else self.chosen))
         return (received + given) * (self._row_bytes + self._result_bytes)

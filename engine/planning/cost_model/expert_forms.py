@@ -33,7 +33,7 @@ LARGEST_STATE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FormCost:
-    """Cost per step and rank of MoE experts that tensor ranks either shard along their width or store in full."""
+    """Cost per step and rank of MoE experts in one of two forms: sharded over tensor ranks, or in full on each."""
 
     expert_bytes: float
     """Bytes a step over ep."""

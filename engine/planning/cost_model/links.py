@@ -77,8 +77,8 @@ class Links:
         self._out = gpu.network_rate * gpu.reached.network
 
     def ring(self, axis: Literal["dp+cp", "cp", "tp"]) -> LinkSpeed:
-        """Returns the link speed of a rank in a ring collective over ``axis``; the network's if some ring leaves its
-        node.
+        """Returns the link speed of a rank in a ring collective over ``axis``, limited by the network if some ring
+        spans several nodes.
         """
         parts = self._parts(axis)
         stride = min(stride for stride, _ in parts)
@@ -89,7 +89,7 @@ class Links:
         return LinkSpeed(self._gpu.network_latency, rate)
 
     def experts(self) -> LinkSpeed:
-        """Returns the speed at which a rank exchanges token rows with the ranks that share its experts."""
+        """Returns the speed at which a rank exchanges token rows over the axis "ep", which divides the experts."""
         near, ranks = max(1, self._node // min(stride for stride, _ in self._parts("dp+cp"))), self._layout.ep
         if ranks <= near:
             return self._inside

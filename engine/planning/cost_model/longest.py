@@ -108,8 +108,8 @@ def longest_runs(
 ) -> list[LongestRun]:
     """Returns the longest row that fits in memory for each layout, the longest first.
 
-    ``memory_bytes``: memory of a GPU. ``sample``: function that counts a block's bytes in a run on shapes; None:
-    formulas only. With ``sample``, layouts estimated with it come first; it runs for at most four kinds of blocks.
+    ``memory_bytes``: memory of a GPU. ``sample``: function that counts a block's bytes in a run on shapes, called for
+    at most four kinds of blocks; None: formulas only. Layouts with counted bytes come before all others.
     """
     limit, curves = USABLE * memory_bytes, dict[Hashable, "_BlockCurves"]()
     runs = sorted((_longest(work, layout, limit, None) for layout in layouts), key=_order)

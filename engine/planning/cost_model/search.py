@@ -37,7 +37,9 @@ class Wish:
 
 
 def layouts(work: Workload, wish: Wish) -> Iterator[TrainingLayout]:
-    """Yields every valid layout for ``work`` under the conditions ``wish``, with tensor ranks inside a node."""
+    """Yields every valid layout for ``work`` under the conditions ``wish``; each tensor-parallel group is inside a
+    node.
+    """
     sizes = [size for size in range(1, wish.world + 1) if wish.world % size == 0]
     for tp, pp, cp in product(sizes, sizes, (size for size in sizes if size in _context_sizes(work))):
         if wish.world % (tp * pp * cp) or pp > work.blocks or tp > wish.node or work.heads % tp or wish.node % tp:
@@ -126,7 +128,9 @@ def _rank(one: LayoutEstimate) -> tuple[float, float]:
 
 
 def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | None:
-    """Returns the fastest estimate in ``result`` with the fewest settings different from ``layout``, or None."""
+    """Returns the estimate in ``result`` with the fewest settings different from ``layout``; among equals, the fastest.
+    None without estimates.
+    """
     return min(result.ranked, key=lambda one: (len(changes(layout, one.layout)), one.seconds.total), default=None)
 
 
@@ -207,8 +211,9 @@ class LayoutChoice:
         self._tried.add(layout)
 
     def need(self, one: LayoutEstimate, fresh: bool = False) -> float:
-        """Returns the bytes of a rank for the layout of ``one``, corrected by :meth:`learn`; ``fresh``: True to sample
-        blocks.
+        """Returns the bytes of a rank for the layout of ``one``, corrected by :meth:`learn`.
+
+        ``fresh``: True to allow new samples of blocks.
         """
         working = self._factors.get(_held_alike(one.layout), 1.0) * self._known(one, fresh)
         return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)

@@ -16,7 +16,10 @@ Side = Literal["inner", "outer", "none"]
 
 
 class Product(NamedTuple):
-    """Matrix products of one token with ``times`` weights [``inner``, ``outer``]; ``cut``: sharded dim or "none"."""
+    """Matrix products of one token with weights [``inner``, ``outer``].
+
+    ``times``: number of weights. ``cut``: dim that tensor ranks shard, or "none".
+    """
 
     inner: int
     outer: int
@@ -36,8 +39,8 @@ class Product(NamedTuple):
 
 
 class CutAmount(NamedTuple):
-    """Amount per tensor-parallel group, such as bytes. ``whole`` is divided only under sequence parallelism, ``cut``
-    always.
+    """Amount per tensor-parallel group, such as bytes. Tensor ranks always divide ``cut``, but divide ``whole`` only
+    under sequence parallelism.
     """
 
     cut: float
@@ -183,7 +186,9 @@ def is_model_config(raw: object) -> bool:
 
 
 def decoder_shape_of(raw: Mapping[str, Any]) -> DecoderShape | None:
-    """Returns the decoder's sizes from ``raw``, a Hugging Face model configuration; None if it cannot be described."""
+    """Returns the decoder's sizes from ``raw``, a Hugging Face model configuration; None if the architecture is unknown
+    or a size is missing.
+    """
     family = raw.get("model_type")
     found = {name: next((raw[key] for key in keys if raw.get(key)), None) for name, keys in SIZES.items()}
     found["context"] = found["context"] or 2048

@@ -72,7 +72,7 @@ class HostLinks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisLinks:
-    """Link speeds of one grid: of collectives by axis, and between pipeline ranks."""
+    """Link speeds of one grid, for the collectives of each axis and for each pair of pipeline ranks."""
 
     collectives: Mapping[tuple[Axis, Pattern], LinkSpeed]
     """Link speed of each axis and collective: seconds per call, bytes per second and rank."""

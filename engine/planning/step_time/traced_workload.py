@@ -42,8 +42,10 @@ class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes of the results of products and attention."""
 
     def usual_width(self) -> int:
-        """Returns the most frequent inner width of the counted matrix products, as the hidden size; 1 if there are
-        none.
+        """Returns the most frequent size of the summed dim of the counted matrix products, an estimate of the hidden
+        size.
+
+        Returns 1 without products.
         """
         widths: dict[int, float] = {}
         for (inner, _), count in self.products.items():

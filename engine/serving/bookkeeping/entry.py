@@ -87,8 +87,8 @@ class FutureEntry:
 
 
 def cost_of(command: Command) -> int:
-    """Returns the cost of ``command`` in the fair queue: its tokens, times 2 for a backward, or 3 with forward; at
-    least 1.
+    """Returns the cost of ``command`` in the fair queue, at least 1: its tokens, times 3 for forward and backward, or 2
+    for backward alone.
     """
     match command:
         case ForwardBackward():

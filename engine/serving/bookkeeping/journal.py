@@ -57,7 +57,7 @@ class CommandJournal:
 
     Args:
         folder: existing or new folder of the journal.
-        dead_bytes: the file is rewritten once replaced records take more bytes than this and more than half of it.
+        dead_bytes: bytes of replaced records above which the file is rewritten, if they are also more than half of it.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.

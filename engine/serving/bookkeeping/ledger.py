@@ -132,7 +132,7 @@ class Ledger:
         return entries[-1]
 
     def enter(self, session: ClientSession, entry: FutureEntry) -> None:
-        """Adds ``entry`` to ``session``, and a numbered command to its model's sequence."""
+        """Adds ``entry`` to ``session``, and, if the entry concerns a model, to the model's sequence of commands."""
         session.entries[entry.key] = entry
         if entry.command is not None:
             session.open[entry.key] = entry
@@ -194,7 +194,7 @@ class Ledger:
             )
 
     def append(self, *records: JournalRecord) -> "Future[None]":
-        """Writes records to the journal, if any, and returns a future that is done once they are on disk."""
+        """Writes records to the journal if there is one; returns a future that is done once they are on disk."""
         if self.journal is None:
             stored: Future[None] = Future()
             stored.set_result(None)
@@ -293,7 +293,7 @@ class Ledger:
         entry.result, entry.result_bytes, entry.state = None, 0, EntryState.FORGOTTEN
 
     def cancel(self, key: str) -> bool:
-        """Cancels the sampling command ``key`` and returns True; returns False if it has begun or is no sampling."""
+        """Cancels the sampling command ``key``, and returns True; False if the command has begun or does not sample."""
         with self._lock:
             entry = self.find(key)
             if not entry.is_sample or entry.state is not EntryState.QUEUED or not self.queue.remove(entry):
@@ -339,7 +339,7 @@ class Ledger:
     # ---------------------------------------------------------------- results, in the main thread
 
     def finish(self, entry: FutureEntry, result: Result, retained: int = 0) -> None:
-        """Stores the result of a command; ``retained``: most bytes on one rank of graphs that wait for a backward."""
+        """Stores a command's result; ``retained``: bytes of graphs that wait for a backward, on the fullest rank."""
         records = self.on_finish(entry, result)
         if records:
             try:
@@ -396,7 +396,7 @@ class Ledger:
         return is_boundary and is_due and self.journal is not None and not self.is_replaying
 
     def run_internal(self, route: str, command: Command, line: str | None = None) -> None:
-        """Queues a command of the service itself before all others; ``route``: its kind; ``line``: id of its model."""
+        """Queues a command of the service before all others; ``route``: kind of command; ``line``: id of the model."""
         self._internal += 1
         self.queue.put(FutureEntry(f"{route}/{self._internal}", INTERNAL, command, line, route=route))
 

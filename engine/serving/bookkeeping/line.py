@@ -77,13 +77,15 @@ class ModelLine:
 
     @property
     def is_clean(self) -> bool:
-        """True if the model has no accumulated gradient and no forward that waits for its backward; a snapshot would
-        lose both.
+        """True if the model has neither an accumulated gradient nor a forward that waits for its backward.
+
+        A snapshot would lose these.
         """
         return not self.has_gradient and not self.tickets
 
     def advance(self, entry: FutureEntry, result: Result) -> None:
-        """Records an ended command's number, accumulated gradients, and forwards that wait for a backward.
+        """Records that command ``entry`` has ended, and its effect on accumulated gradients and on forwards that wait
+        for a backward.
 
         Args:
             result: result of the command.
@@ -113,7 +115,7 @@ def command_digest(entry: FutureEntry) -> str:
 
 
 def record_of(entry: FutureEntry) -> JournalRecord:
-    """Returns the journal's record of an accepted command, by which a restart runs it again."""
+    """Returns the journal's record of an accepted command, from which a restart runs the command again."""
     values = {
         "session": entry.session, "line": entry.line, "number": entry.number, "route": entry.route,
         "about": dict(entry.about), "digest": entry.digest,

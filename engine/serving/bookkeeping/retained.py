@@ -37,7 +37,7 @@ class RetainedForwards:
     """List of the retained forwards of all models: autograd graphs that wait for a client's backward.
 
     Args:
-        most_bytes: limit of bytes, on one rank, of retained graphs and of the earlier weights that they belong to.
+        most_bytes: limit of bytes on one rank, for retained graphs and the earlier weights that these graphs use.
         seconds: longest time for which a forward is retained.
     """
 
@@ -68,7 +68,7 @@ class RetainedForwards:
             own.backward = entry
 
     def record(self, command: Command | None, result: Result, now: float) -> None:
-        """Adds the forward that ``command`` retained, or removes forwards that it used or dropped.
+        """Adds the forward that ``command`` retained, or removes the forwards that the command used or dropped.
 
         ``command`` has ended with ``result`` at time ``now`` (seconds).
         """
@@ -82,10 +82,9 @@ class RetainedForwards:
                     del self._waiting[ticket]
 
     def above(self, size: int) -> Iterator[DropTicket]:
-        """Yields one command that drops the oldest retained forward without an accepted backward, if ``size`` exceeds
-        the limit of bytes.
+        """Yields at most one command, which drops the oldest retained forward without an accepted backward.
 
-        Yields none while an earlier drop has not run.
+        Yields none if ``size`` is within the limit of bytes, or while an earlier drop has not run.
 
         Args:
             size: bytes that retained forwards take on the rank with most of them.
@@ -99,8 +98,8 @@ class RetainedForwards:
                 )
 
     def late(self, now: float) -> Iterator[DropTicket]:
-        """Yields a command to drop each forward without an accepted backward that is over its time limit at ``now``
-        (seconds).
+        """Yields a drop command for each forward that is over its time limit at ``now`` (seconds) and has no accepted
+        backward.
         """
         for ticket, own in list(self._waiting.items()):
             if now - own.since <= self._seconds:
