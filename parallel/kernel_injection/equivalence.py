@@ -35,7 +35,7 @@ def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[
 def parameterless_copy(child: nn.Module) -> nn.Module:
     """Returns a copy of ``child``; the copy has a nonlinear function in place of each dropout.
 
-    A comparison of two copies thus detects a dropout at another position. ``child`` has no parameters.
+    The outputs of the copy thus depend on the position of each dropout. ``child`` has no parameters.
     """
     if isinstance(child, _DropoutNd):
         return _Bent()
@@ -94,8 +94,8 @@ def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
 def agrees_in_use(module: nn.Module, forward: Function, operator: Function, width: int) -> bool:
     """Returns True if ``forward`` and ``operator`` have equal outputs and gradients, in train and eval mode.
 
-    It tries random inputs with ``width`` features, scaled by 1, 30 and 1e4. ``module``: owner of ``forward``; its mode
-    changes.
+    It tries random inputs with ``width`` features, scaled by 1, 30 and 1e4. ``module``: owner of ``forward``. The mode
+    of ``module`` is not restored.
     """
     parameters = list(module.parameters())
     for training in (True, False):
@@ -108,7 +108,8 @@ def agrees_in_use(module: nn.Module, forward: Function, operator: Function, widt
 def agrees(module: Function, operator: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> bool:
     """Returns True if ``module`` and ``operator`` have equal outputs and gradients for ``inputs``, up to a tolerance.
 
-    An error in one of them counts as a difference, and so does dropout. The user's random generators are restored.
+    Gradients of ``parameters`` are compared too. An error or a dropout in one function counts as a difference. The
+    user's random generators are restored.
     """
     with torch.random.fork_rng(devices=[]):
         try:

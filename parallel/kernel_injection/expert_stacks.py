@@ -242,7 +242,7 @@ def injected_experts(found: GroupedStack, own: Callable[..., Any], kernels: Kern
     """Returns a forward for a module with stacked experts; it computes the experts ``found`` by grouped matrix
     products.
 
-    Unsupported inputs, and experts that tensor ranks shard along their width, use the original forward ``own``.
+    Unsupported inputs, and experts with features sharded over tensor ranks, use the original forward ``own``.
     """
 
     @wraps(own)

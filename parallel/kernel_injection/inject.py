@@ -118,7 +118,7 @@ def _parts(module: nn.Module, kernels: Kernels) -> list[_Part]:
 
 
 def find_heads(model: nn.Module) -> Iterator[str]:
-    """Yields the names of possible language-model heads: linear layers with an output for each row of an embedding."""
+    """Yields names of possible language-model heads: linear layers with as many outputs as an embedding has rows."""
     vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or not is_linear_layer(module):

@@ -338,11 +338,7 @@ def _kind(child: nn.Module) -> Activation | None:
 
 
 def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward that computes the linear layer ``found``, sharded or not, and then its activation.
-
-    After sharding, ``tensor.deferred_linear.fuse`` gives replicated and column layers one kernel for layer and
-    activation.
-    """
+    """Returns a forward that computes the linear layer ``found``, sharded or not, and then its activation."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return activate(type(self).forward(self, *args, **kwargs), None, found.activation, kernels)

@@ -25,7 +25,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Returns the base model's name for ``name``, a parameter or module of a PEFT model."""
+    """Converts ``name``, the name of a parameter or module in a PEFT model, to its name in the base model."""
     return _WRAPPED.sub("", name.removeprefix(PREFIX))
 
 
@@ -39,7 +39,7 @@ def adapter_names(model: nn.Module, names: Collection[str]) -> frozenset[str]:
 
 
 def check_drawn(model: nn.Module, names: Collection[str]) -> None:
-    """Checks that the initial values of the adapter parameters among ``names`` can be drawn again.
+    """Checks that the engine can initialize the adapter parameters among ``names`` as PEFT does.
 
     Raises:
         PlanError: an adapter is not LoRA, or its initial value depends on the base model's weights.

@@ -128,11 +128,17 @@ class ForwardPatches:
             object.__setattr__(module, _FORWARD, forward)
 
     def hook(self, module: nn.Module, layer: PatchLayer, handle: RemovableHandle, note: str) -> None:
-        """Records an installed hook on ``module`` as a patch. Removal of the patch calls ``handle.remove``."""
+        """Records a hook on ``module`` as a patch; removal calls ``handle.remove``.
+
+        ``layer``: position of the patch; ``note``: effect, for reports.
+        """
         self._patches.append(Patch(module, layer, note, handle.remove))
 
     def own(self, module: nn.Module, layer: PatchLayer, undo: Callable[[], None], note: str) -> None:
-        """Records a change to ``module`` by the caller as a patch. Removal of the patch calls ``undo``."""
+        """Records a change to ``module`` by the caller as a patch; removal calls ``undo``.
+
+        ``layer``: position of the patch; ``note``: effect, for reports.
+        """
         self._patches.append(Patch(module, layer, note, undo))
 
     def around(self, module: nn.Module) -> list[Patch]:
@@ -170,7 +176,7 @@ class ForwardPatches:
 
 
 def through_class(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks ``forward``, a replacement of a module's forward, as a caller of the class's forward; returns it."""
+    """Marks ``forward`` as a replacement that calls the forward of the module's class; returns ``forward``."""
     vars(forward)[_THROUGH_CLASS] = True
     return forward
 

@@ -31,7 +31,8 @@ def materialize(
     ``keep`` cuts a full parameter to this rank's shard. Values depend on ``seed`` and the module's name. Parameters
     remain the same objects.
 
-    Returns the names of parameters with a later write in the model's ``__init__``, which this function does not repeat.
+    Returns the names of parameters that the model's ``__init__`` changes after their initialization; these changes are
+    lost.
 
     Raises:
         PlanError: a module has a meta tensor that no initialisation sets.

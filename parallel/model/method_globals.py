@@ -21,10 +21,10 @@ _DEEPEST = 16
 def replace_in_methods(
     model: nn.Module, patches: ForwardPatches, layer: PatchLayer, note: str, choose: Choice, libraries: bool = True
 ) -> None:
-    """Patches methods of the modules of ``model`` so that they read replacements of their globals.
+    """Makes methods of the modules of ``model`` read other values of global variables.
 
     ``choose`` returns the replacement of a global's value, or the value itself. ``libraries``: True to patch also
-    methods of libraries such as transformers.
+    methods of libraries such as transformers. ``layer``, ``note``: position and effect of the patches.
     """
     found = _Copies(choose)
     by_class: dict[type, dict[str, FunctionType]] = {}

@@ -56,10 +56,10 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def replace_absent(model: nn.Module, present: Collection[str], device: torch.device | None = None) -> None:
-    """Replaces the data of each parameter that is not in ``present`` by a placeholder of one element of memory.
+    """Replaces the data of each parameter not in ``present`` by a placeholder of one element.
 
     A tied parameter stays if one of its names is in ``present``. Replaced parameters remain the same objects and
-    require no gradient.
+    require no gradient. ``device`` None: the parameter's device, or the CPU for meta.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     kept = {id(parameter) for name, parameter in named if name in present}

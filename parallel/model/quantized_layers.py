@@ -35,11 +35,10 @@ _Held = tuple[QuantizedShape, torch.dtype]
 
 @torch.no_grad()
 def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
-    """Returns the quantized shard of ``full`` for the rank with the indices ``holder``: codes and scales, uint8
-    [bytes].
+    """Returns a rank's shard of ``full``, quantized: codes and scales as a 1-D uint8 tensor.
 
-    ``row``: sharding of the parameter. Scales are computed from the full matrix, so values do not depend on the number
-    of ranks.
+    ``row``: sharding of the parameter; ``holder``: (pp, tp, ep) indices of the rank. Scales are computed from the full
+    matrix, so values do not depend on the number of ranks.
     """
     form = row.quantized_shape(holder)
     assert form is not None
@@ -55,7 +54,7 @@ def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
 def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
     """Changes the classes of layers with quantized parameters: a read of ``weight`` dequantizes it.
 
-    ``held``: (quantized shape, dtype of the dequantized weight) of each quantized parameter, by name.
+    ``held``: (shape and format of the quantized weight, dtype of the dequantized weight), by parameter name.
     """
     named = {id(parameter): held[name] for name, parameter in model.named_parameters() if name in held}
     classes: dict[tuple[type, tuple[tuple[str, _Held], ...]], type] = {}

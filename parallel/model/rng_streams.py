@@ -80,7 +80,7 @@ class StreamPosition(NamedTuple):
         return derive_seed(*self.key, *self.ended)
 
     def after(self, level: int) -> "StreamPosition":
-        """Returns the position after the end of one more module at nesting level ``level``."""
+        """Returns the next position, after the end of one more module at nesting level ``level`` (0: outermost)."""
         counts = (*self.ended, *(0 for _ in range(level + 1)))[: level + 1]
         return StreamPosition(self.key, (*counts[:-1], counts[-1] + 1))
 
@@ -225,7 +225,7 @@ def derive_seed(*key: int) -> int:
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Returns the torch generators of the CPU and, if it has one, of ``device``."""
+    """Returns the torch generator of the CPU, and the generator of ``device`` if it is an accelerator."""
     own = device_generator(device)
     return [torch.default_generator] if own is None else [torch.default_generator, own]
 
@@ -303,7 +303,7 @@ class HostDraws:
         """Seeds Python's and NumPy's generators for a forward inside the context, if the model draws from them.
 
         ``step``: identifies the training step. ``training``: mode of the model. ``known``: True if the forward draws,
-        False if not; None: a mode's or step's first forward is watched for draws.
+        False if not, None if unknown: the first forward of a mode or step then detects draws.
         """
         self.end_backward()
         self._drawn = self._drawn or known is True

@@ -145,7 +145,7 @@ class AttributeState:
     def settle(self, one: State, other: State) -> None:
         """Excludes from :meth:`read` the numbers and strings that differ between ``one`` and ``other``.
 
-        Call it if two forwards took the same path. Bools are never excluded.
+        Call it if the forwards in both states had the same trace. Bools are never excluded.
         """
         for place in _changed(one, other):
             values = one.get(place), other.get(place)

@@ -42,7 +42,10 @@ class RunningModules:
             self._running -= 1
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls ``forward`` and returns its result. Meanwhile sharded parameters show the sizes of their shards."""
+        """Calls ``forward`` and returns its result. Meanwhile sharded parameters show the sizes of their shards.
+
+        ``unit`` is not used.
+        """
         self._running += 1
         try:
             return forward(*args, **kwargs)
@@ -50,9 +53,9 @@ class RunningModules:
             self._running -= 1
 
     def asks_for_whole(self, callers: int = 1) -> bool:
-        """Returns True if the caller that reads a parameter's size is user code outside sharded modules.
+        """Returns True if user code outside sharded modules reads a parameter's size.
 
-        ``callers``: number of stack frames between this caller and the code that calls this method.
+        ``callers``: number of stack frames from the caller of this method to the code that reads.
         """
         if torch.compiler.is_compiling() or self._running:
             return False
@@ -80,7 +83,7 @@ class WholeSizes(_Before):
         return self._whole_shape if self._running_modules.asks_for_whole() else self._part()
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns the full shape or the full size of ``dim``; for code that computes with the shard, its sizes."""
+        """Returns the full shape or full size of ``dim``. Code that computes with the shard gets the shard's sizes."""
         shape = self._whole_shape if self._running_modules.asks_for_whole() else self._part()
         return shape if dim is None else shape[dim]
 

@@ -45,7 +45,8 @@ ACTIVATIONS = frozenset({COLUMN_INPUTS, COLUMN_OUTPUTS, ROW_OUTPUTS, EMBEDDING})
 def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[], None] | None = None) -> Tensor:
     """Returns ``x`` unchanged (Megatron-LM's f); backward all-reduces the gradient, label "column inputs".
 
-    ``owned``: True if the sum may overwrite the gradient of the result. ``passed``: callback after this sum.
+    ``owned``: True if the sum may overwrite the gradient of the result. ``passed``: function called after this sum,
+    without arguments.
     """
     if axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -206,7 +207,7 @@ def split_parts(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 
 def refuse_second_derivatives() -> None:
-    """Checks that the running backward records no autograd graph, as second derivatives need.
+    """Checks that the running backward records no autograd graph: second derivatives are not supported.
 
     Raises:
         EngineError: backward was called with ``create_graph``.

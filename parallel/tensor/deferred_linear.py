@@ -75,7 +75,7 @@ class LinearSpec(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Optional tensors that :func:`deferrable_linear` gets in addition to x, weight and bias."""
+    """Optional inputs of :func:`deferrable_linear`: a tensor saved in place of x, and a token for backward order."""
 
     kept: Tensor | None = None
     """Tensor saved for backward in place of x, from which the deferral policy restores x."""
@@ -88,8 +88,8 @@ def deferrable_linear(
 ) -> Tensor:
     """Returns ``x`` [.., I] times the transpose of ``weight``, plus ``bias`` [O]: a tensor [.., O].
 
-    The policy ``linear.later`` may defer the gradients of weight and bias. The caller checks :func:`can_multiply`
-    first.
+    The policy ``linear.later`` decides when the gradients of weight and bias are computed. The caller checks
+    :func:`can_multiply` first.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -165,7 +165,7 @@ def unless_added(compute: "partial[Tensor]", main: MainGradient | None, node: An
     """Computes a weight gradient. If possible, adds it in place to ``main`` and returns None; otherwise returns it.
 
     ``main``: buffer that sums the weight's gradients. ``compute``: :func:`weight_gradient` with bound arguments.
-    ``node``: autograd node that accumulates the gradient, or None.
+    ``node``: autograd node that accumulates the gradient; None outside of autograd.
     """
     if main is None:
         return compute()

@@ -20,7 +20,7 @@ from engine.parallel.grid import Axis
 
 
 class Expected(NamedTuple):
-    """Report of a collective in a run on shapes, without communication. ``backward``: True for backward."""
+    """Report of a collective in a run without communication. ``backward``: True for backward."""
 
     op: Op
     label: str
@@ -30,7 +30,7 @@ class Expected(NamedTuple):
 
 
 class ExpectedRows(NamedTuple):
-    """Report of an all-to-all of rows in a run on shapes, without communication. ``backward``: True for backward."""
+    """Report of an all-to-all of rows in a run without communication. ``backward``: True for backward."""
 
     op: Op
     label: str
@@ -99,7 +99,7 @@ class TensorAxis:
 
     @contextmanager
     def filling_waits(self, spare: Callable[[], None], device: torch.device) -> Iterator[None]:
-        """Calls ``spare`` before each wait for a collective of this axis inside the context, to overlap with it.
+        """Calls ``spare``, for other work, before each wait for a collective of this axis inside the context.
 
         On a ``device`` without overlap, ``spare`` is not called.
         """
@@ -176,7 +176,9 @@ class TensorAxis:
         return self._start(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Starts :meth:`all_gather` of ``part``. Returns (result, handle); the handle's ``wait`` completes it."""
+        """Starts :meth:`all_gather` of ``part``. Returns (result, handle); the result is complete after the handle's
+        ``wait``.
+        """
         if self.dry or self.size == 1:
             full = part.expand(self.size, *part.shape)
             self.expect("all_gather", label, full)
@@ -185,7 +187,9 @@ class TensorAxis:
         return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Starts :meth:`reduce_scatter` of ``full``. Returns (result, handle); the handle's ``wait`` completes it."""
+        """Starts :meth:`reduce_scatter` of ``full``. Returns (result, handle); the result is complete after the
+        handle's ``wait``.
+        """
         if self.dry or self.size == 1:
             self.expect("reduce_scatter", label, full)
             return full[self.index], Pending()
@@ -215,10 +219,10 @@ class TensorAxis:
         return received
 
     def expect_rows(self, label: str, sent: tuple[int, ...], whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports an exchange, in which rank r sends ``sent[r]`` bytes of ``whole``, to ``listener`` in a run on
-        shapes.
+        """Reports an exchange to ``listener``, only in a run without communication.
 
-        ``made``: in backward, the forward result with the autograd node that runs the exchange; None in forward.
+        ``sent[r]``: bytes of ``whole`` that rank r sends. ``made``: in backward, the forward result with the autograd
+        node that runs the exchange; None in forward.
         """
         if self.dry and self.listener is not None and not isinstance(whole, FakeTensor):
             node = None if made is None else made.grad_fn
@@ -264,7 +268,7 @@ class TensorAxis:
 
 
 class DryAxis(TensorAxis):
-    """Tensor axis for runs on shapes in one process, as rank 0 of ``size`` ranks; communicates nothing."""
+    """Tensor axis for runs without communication in one process, as rank 0 of ``size`` ranks."""
 
     def __init__(self, size: int, listener: Listener | None = None, name: Axis = "tp") -> None:
         self.name, self.index, self.size, self.dry, self.listener = name, 0, size, True, listener

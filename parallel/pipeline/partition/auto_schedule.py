@@ -134,8 +134,8 @@ def choose(
 ) -> ScheduleDecision:
     """Simulates all ``kinds`` of schedule and chooses the fastest within the memory limit, without communication.
 
-    Among steps within 1 % of the fastest it chooses fewer stages, then the simpler kind. Returns the schedule with the
-    figures of all kinds.
+    Among schedules at most 1 % slower than the fastest it prefers fewer stages, then the simpler kind. Returns the
+    schedule with the figures of all kinds.
 
     Args:
         cuts: for each number of stages per rank, the cost of every stage, or the reason why the model has no such cut.

@@ -14,7 +14,9 @@ from engine.parallel.trace.model_trace import ModelTrace
 
 
 def flops_of_calls(trace: ModelTrace) -> list[int]:
-    """Returns the forward FLOPs of each module call, with the operations up to the next call; at least 1 each."""
+    """Returns one number per module call: 1 plus the forward FLOPs of the call and of the operations up to the next
+    call.
+    """
     flops = [call.flops + 1 for call in trace.calls]
     for index, extra in glue_flops(trace).items():
         flops[index] += extra

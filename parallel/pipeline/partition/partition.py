@@ -79,8 +79,8 @@ def make_cut(
         costs: cost of each module call; default: FLOPs.
 
     Raises:
-        PlanError: there are too few calls of blocks, ``split`` has unknown, missing or unordered calls, or a value
-            cannot be sent.
+        PlanError: there are too few calls of blocks; ``split`` has unknown, missing or unordered calls; or a tensor
+            cannot be sent between stages.
     """
     if split is not None:
         return _cut_at(trace, _read_split(trace, stages, split))
@@ -226,9 +226,9 @@ def _calls_of(trace: ModelTrace, name: str, or_around: bool = False) -> list[int
 
 
 def balance(cost: Sequence[float], edges: Sequence[int], stages: int) -> list[int]:
-    """Divides ``cost`` into ``stages`` runs so that the largest sum of a run is minimal.
+    """Divides ``cost`` into ``stages`` groups of consecutive entries so that the largest sum of a group is minimal.
 
-    ``edges``: allowed start indices, ascending, without 0. Returns the start of each run except the first.
+    ``edges``: allowed start indices, ascending, without 0. Returns the start of each group except the first.
     """
     before = [0, *accumulate(cost)]
     ends = [0, *edges, len(cost)]

@@ -264,7 +264,7 @@ _SOURCE, _SINK = ("source", 0), ("sink", 0)
 
 
 class VertexCut:
-    """Weighted graph for a minimum vertex cut between a source and the vertices ``wanted``."""
+    """Weighted graph; :meth:`solve` finds the cheapest vertices that separate a source from the vertices ``wanted``."""
 
     def __init__(self, wanted: Iterable[int]) -> None:
         self._room: dict[_Node, dict[_Node, float]] = defaultdict(lambda: defaultdict(float))
@@ -273,9 +273,9 @@ class VertexCut:
             self._room["out", vertex][_SINK] = inf
 
     def add(self, vertex: int, weight: float, supply: float, after: Iterable[int]) -> None:
-        """Adds ``vertex`` with ``weight``, the cost of a cut of it, and an edge of capacity ``supply`` from the source.
+        """Adds ``vertex``, and an edge of capacity ``supply`` from the source. A cut of the vertex costs ``weight``.
 
-        ``after``: its predecessors, which may be added later.
+        ``after``: predecessors of the vertex, which may be added later.
         """
         self._vertices.add(vertex)
         self._room["in", vertex]["out", vertex] = weight

@@ -40,7 +40,7 @@ def svg(panels: Sequence[Panel], width: int = 960) -> str:
     """Draws timelines one above the other and returns the text of an SVG picture.
 
     Args:
-        panels: timelines; the same unit of time gets the same scale.
+        panels: timelines; timelines with the same unit of time have the same scale.
         width: width of the picture in pixels.
     """
     margin = 20 + 6.7 * max(len(f"rank {len(panel.timeline.spans) - 1}") for panel in panels)

@@ -50,10 +50,10 @@ class MessageEncoder:
 
     @torch.no_grad()
     def encode(self, tensor: Tensor, flow: Flow, place: tuple[int, int, int]) -> Tensor:
-        """Returns the encoded message of ``tensor`` (any shape and strides), uint8 [bytes].
+        """Returns the encoded message of ``tensor`` (any shape and strides), a 1-D uint8 tensor.
 
-        ``place``: (number of the tensor in the recorded forward, sending stage, receiving stage), the key of the error
-        feedback for gradients.
+        ``flow``: "forward" or "backward". ``place``: (number of the tensor in the recorded forward, sending stage,
+        receiving stage), the key of the error feedback for gradients.
         """
         values = tensor.detach().reshape(1, -1)
         size = self._form.wire.padded(values.shape[1])
@@ -64,7 +64,7 @@ class MessageEncoder:
 
     @torch.no_grad()
     def decode(self, message_m: Tensor, out: Tensor) -> None:
-        """Decodes ``message_m``, uint8 [bytes], into the contiguous tensor ``out``."""
+        """Decodes ``message_m``, a 1-D uint8 tensor, into the contiguous tensor ``out``."""
         size = self._form.wire.padded(out.numel())
         if size == out.numel():
             self._codec.decode(message_m.view(1, -1), out.view(1, -1))

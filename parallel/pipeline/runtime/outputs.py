@@ -36,7 +36,7 @@ def bring_outputs(
     "outputs".
 
     Args:
-        results: on the last stage, (output, sum of the loss, weight of the loss) or (output,) of each microbatch.
+        results: on the last stage, the result of the recorded forward of each microbatch.
         traces: recorded forward of each microbatch.
     """
     comm, last = carrier.comm, carrier.last

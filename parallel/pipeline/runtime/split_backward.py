@@ -116,7 +116,7 @@ class DeferredWeightGrads:
 
 
 class SplitBackward:
-    """Patch of the linear layers of ``model`` that lets backward defer weight gradients.
+    """Patch of the linear layers of ``model``: inside :meth:`leaving`, backward queues weight gradients for later.
 
     Construct it after tensor parallelism has sharded the layers.
     """

@@ -46,7 +46,7 @@ _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 class GlueForward(StageForward, TorchFunctionMode):
     """Forward of one stage: it runs the stage's module calls and operations between calls.
 
-    Others return received tensors, and NaN for the rest. All are compared with the recorded forward.
+    Calls and operations of other stages return received tensors, or NaN. The run is compared with the recorded forward.
     """
 
     def _prepare(self) -> None:
@@ -236,8 +236,8 @@ class Stage:
             trace: recorded forward, with numbered values (tensors).
             received: leaf tensor for each value of ``plan.receives``.
 
-        Returns the program's result (on the last stage) and ``sent``, the tensors to send. After their backward,
-        ``.grad`` of ``received`` contains the gradients for earlier stages.
+        Returns the program's result (on the last stage) and ``sent``, the tensors to send. After backward from the
+        result and ``sent``, ``.grad`` of ``received`` contains the gradients for earlier stages.
 
         Raises:
             EngineError: the program takes another path than in the trace, or a value has another shape.

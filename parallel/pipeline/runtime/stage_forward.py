@@ -169,7 +169,7 @@ class StageForward:
         """Stores the tensors to send from ``out``, a result of a call or operation, and returns ``out``.
 
         ``output``: structure of ``out``. ``writes``: (position in ``arguments``, value number) of tensors written in
-        place. A sent tensor with a hook is returned as an alias.
+        place. In the returned ``out``, a view replaces each sent tensor with a hook.
         """
         leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):

@@ -55,7 +55,8 @@ class Transport(Protocol):
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
         """Starts to receive ``message``; returns a function that waits and returns the tensor.
 
-        ``exact`` must equal the sender's. Receives between two stages are posted in the order of the sends.
+        ``exact``: equal to the sender's; False allows fewer bits. Receives between two stages are posted in the order
+        of the sends.
         """
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
@@ -165,7 +166,7 @@ class CommTransport:
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
         """Starts to receive ``message`` into a reused buffer; returns a function that waits and returns the tensor.
 
-        ``exact`` must equal the sender's.
+        ``exact``: equal to the sender's; False allows fewer bits.
         """
         link = self._link(message)
         if link.source == link.target:
@@ -215,7 +216,7 @@ class CommTransport:
         self._buffers.give(tensor)
 
     def finish(self) -> None:
-        """Waits until all sends have completed, and drops the receive buffers in use."""
+        """Waits until all sends have completed. Later messages do not reuse receive buffers that are still in use."""
         for sent in (*chain.from_iterable(self._near.values()), *self._far.values()):
             sent.pending.wait()
         self._near.clear()
@@ -240,7 +241,7 @@ class ReceiveBuffers:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns a contiguous buffer of ``shape`` and ``dtype`` with arbitrary content, reused or new.
 
-        Callers pass on aliases (``detach``) of the buffer only.
+        The caller may give other code only aliases (``detach``) of the buffer.
         """
         shelf = self._free.get((shape, dtype))
         tensor = shelf.pop() if shelf else torch.empty(shape, dtype=dtype, device=self._device)

@@ -129,7 +129,7 @@ class Schedule:
     def weights_beside(self, rank: int) -> dict[Action, Action]:
         """Returns the weight-gradient actions (W) that ``rank`` can compute during collectives of other actions.
 
-        Each key is an F, B or I action of the rank, its value the rank's next W action.
+        Each key is an F, B or I action of the rank; the value is the first W action after the key.
         """
         found, ended, following = {}, set(), deque(a for a in self.per_rank[rank] if a.op is Op.BACKWARD_WEIGHT)
         for action in self.per_rank[rank]:
@@ -212,7 +212,7 @@ def v_shape(ranks: int) -> Placement:
 
 
 def rounds(ranks: int, microbatches: int) -> list[range]:
-    """Divides ``microbatches`` into consecutive rounds; a round passes all stages before the next round starts.
+    """Divides ``microbatches`` into consecutive rounds; a rank runs one round on all its stages, then the next.
 
     For m microbatches on p ranks there are max(1, m // p) rounds of nearly equal sizes.
     """

@@ -73,10 +73,10 @@ class DependencyGraph:
         ]
 
     def with_rendezvous(self, receives_ahead: int) -> Columns:
-        """Returns the dependencies between actions if a send blocks until its receive is posted.
+        """Returns the dependencies between actions, as columns, if a send blocks until its receive is posted.
 
-        They are columns: entry i is the number of an action that must precede action i, or -1. ``receives_ahead``:
-        number of following actions for which a rank posts receives.
+        Entry i of a column is the number of an action that must precede action i, or -1. ``receives_ahead``: number of
+        following actions for which a rank posts receives.
         """
         column = [-1] * len(self.actions)
         for source, taker in self.sends():

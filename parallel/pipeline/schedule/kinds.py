@@ -248,8 +248,8 @@ def make_schedule(
 ) -> Schedule:
     """Makes a training schedule of ``kind``, with ``virtual_stages`` stages on each of ``ranks`` ranks.
 
-    Kinds with two stages on each rank also accept ``virtual_stages`` = 1. ``cost`` affects the order of actions in
-    zb-h1 and zb-v.
+    Kinds with two stages on each rank also accept ``virtual_stages`` = 1. ``cost``: times of the stages, which affect
+    the order of actions in zb-h1 and zb-v.
 
     Raises:
         ScheduleError: the kind is unknown, or does not allow these numbers of ranks, microbatches and stages.

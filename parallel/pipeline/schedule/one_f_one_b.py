@@ -54,7 +54,7 @@ def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
     """Makes the interleaved 1F1B schedule (Narayanan et al. 2021, Megatron-LM, section 2.2).
 
     For m >= p microbatches on p ranks of v stages, the bubble is (p-1)/(vm+p-1). Rank r has at most (v-1)n + 2(p-r) - 1
-    live activations, with n microbatches in the largest of :func:`rounds`.
+    live activations if the largest of :func:`rounds` has n microbatches.
     """
     turns = rounds(ranks, microbatches)
     most = max(map(len, turns))

@@ -52,7 +52,7 @@ class Cost:
     """Times of each stage, in place of all fields above except ``transfer``; empty: unused."""
 
     def of(self, op: Op) -> float:
-        """Returns the time of an action of type ``op``, without the factor of its stage in ``stages``."""
+        """Returns the time of an action of type ``op``, before multiplication by a stage's factor in ``stages``."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
 
     def at(self, op: Op, stage: int) -> float:
@@ -68,7 +68,7 @@ class Cost:
         return cls(forward, backward_input + backward_weight, backward_input, backward_weight, transfer)
 
     def shared(self, ranks: int, stages: int) -> "Cost":
-        """Converts the times of a rank's share of the model to the times of single stages, for an even division.
+        """Converts the times of a rank's share of the model to the times of single stages of equal size.
 
         Transfers are unchanged.
         """
@@ -143,7 +143,7 @@ def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """Returns the peak number of live activations on each rank, each of one stage and one microbatch."""
+    """Returns the peak number of live activations (one per stage and microbatch) on each rank."""
     change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: 0, Op.BACKWARD_WEIGHT: -1}
     if not schedule.training:
         return (1,) * len(schedule.per_rank)
@@ -161,7 +161,7 @@ Releases = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:
-    """Returns, for each action of each rank, positions of earlier actions; the rank waits for their sends before it.
+    """Returns, for each action of each rank, positions of earlier actions with sends to wait for before this action.
 
     Only sends to a neighbouring stage are listed. The waits delay no rank at the default :class:`Cost`, and cannot
     deadlock at any cost. ``receives_ahead``: number of following actions for which a rank posts receives.

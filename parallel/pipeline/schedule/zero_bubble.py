@@ -169,8 +169,8 @@ def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | N
 def zb_v(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedule:
     """Makes ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r of p.
 
-    With m >= p microbatches, the bubble is (p-1)/(6m+p-1). Every rank has at most 2p live activations of a stage.
-    Simulation selects the order with the shortest step at ``cost``; None: F, I and W take 1 each.
+    With m >= p microbatches, the bubble is (p-1)/(6m+p-1). Every rank has at most 2p live activations of a stage. A
+    simulation with the times ``cost`` selects the shortest order; None: F, I and W take 1 each.
     """
     most = 2 * ranks
     ahead = (most,) * ranks

@@ -65,7 +65,7 @@ class SharedInput(NamedTuple):
 
 
 class NeededRows:
-    """Finder of the weight rows that each tensor rank needs, from nonzero gradients of random backward runs.
+    """Finder of the weight rows that each tensor rank needs: rows with nonzero gradients in random backward runs.
 
     ``parameters``: parameters of one block by name; ``seed``: seed of the random gradients.
     """
@@ -79,7 +79,8 @@ class NeededRows:
     def of_ranks(self, row: str, inputs: Sequence[SharedInput], tp: int) -> Needed:
         """Finds the weight rows that each of ``tp`` ranks needs for its slices of ``inputs``, by backward runs.
 
-        Returns a dict from weight name to bool masks, indexed [rank][dim]. ``row``: key of the cached result.
+        Returns a dict from weight name to bool masks, indexed [rank][dim]. ``row``: cache key, a different one for
+        other ``inputs``.
         """
         if (row, tp) not in self._seen:
             more = next((size for known, size in self._seen if known == row and size % tp == 0), None)
@@ -203,7 +204,7 @@ class CoupledParameters:
 
 
 class GradientSparsity:
-    """Search for the parameters of ``block`` to shard together, from zeros in gradients of one run.
+    """Search for the parameters of ``block`` to shard together: zeros in gradients show rows that a rank does not need.
 
     ``block``: copy of a model's block in eval mode, with random weights; ``given``: its arguments; ``others``: names of
     parameters to leave out; ``used``: indices of the output leaves that the model reads, None for all; ``seed``: seed
@@ -232,7 +233,7 @@ class GradientSparsity:
 
     @property
     def products(self) -> list[MatmulRecord]:
-        """Matrix products of activations with parameters in a run of ``block``; runs it again after :meth:`forget`."""
+        """Matrix products of activations with parameters in a run of ``block``, recorded again after :meth:`forget`."""
         if self._products is None:
             self._products = self._run(())
         return self._products

@@ -82,8 +82,8 @@ class Verdict:
 class BlockReference:
     """Unsharded ``block`` with its outputs and gradients, the reference for tests of a tensor plan.
 
-    ``block`` has random float64 parameters. ``givens``: arguments of each call, longest first. ``used``: indices of the
-    output leaves to compare, None for all.
+    ``block`` has random float64 parameters. ``givens``: arguments of each call, the longest sequence first. ``used``:
+    indices of the output leaves to compare, None for all.
     """
 
     def __init__(self, block: nn.Module, givens: Sequence[Given], used: Collection[int] | None = None) -> None:

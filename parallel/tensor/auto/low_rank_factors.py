@@ -183,7 +183,8 @@ class Factors:
     def between(self, summed: int, kept: int) -> list[Term]:
         """Returns the factors of each low-rank term as matrices (inner [.., I, Z], outer [.., O, Z]).
 
-        I is the size of dim ``summed``, O the size of dim ``kept``, Z the number of columns.
+        I is the size of ``summed``, the dim that a product sums over, O the size of dim ``kept``, Z the number of
+        columns.
 
         Raises:
             NoRuleError: both dims are in one factor, or one dim is in both factors.

@@ -51,8 +51,8 @@ class WholeWeightError(Exception):
 class Parts:
     """Factors of a low-rank parameter A B' + P v' + u Q', in which ' is the transpose.
 
-    A factor has all dims of the parameter, with size one in the dims of the other factor, and a last dim for its
-    columns.
+    A factor has the dims of the parameter, then one dim for its columns. Dims that belong to the other factor have size
+    one.
     """
 
     random: tuple[Tensor, Tensor]
@@ -99,7 +99,7 @@ def _leaves(random: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class LowRankWeight(Tensor):
-    """Float64 tensor subclass with the full shape of a weight that stores only low-rank factors."""
+    """Float64 tensor subclass that shows the full shape of a weight and stores only its low-rank factors."""
 
     factors: Factors
     weight: str
@@ -191,7 +191,9 @@ def low_rank_parameter(
 
 
 def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
-    """Returns the autograd leaves of the gradient of ``parameter``: itself, or two factors of a low-rank weight."""
+    """Returns the autograd leaves that get the gradient of ``parameter``: the parameter, or two factors of a low-rank
+    weight.
+    """
     if isinstance(parameter, LowRankWeight) and parameter.parts is not None:
         return parameter.parts.zeros
     return (parameter,)

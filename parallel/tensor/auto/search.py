@@ -64,7 +64,7 @@ class Decided:
 
     @property
     def why(self) -> str:
-        """Reason for this group's strategy, and integer attributes that the strategy divides, as text."""
+        """Reason for this group's strategy, and the integer module attributes that the strategy divides, as text."""
         return f"divided {', '.join(self.way.changes)}{self.note}" if self.way.changes else self.note
 
 
@@ -83,10 +83,10 @@ class Search:
     """Strategies found for other blocks, which equal parameter groups of this block try first."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """Returns one strategy for each of ``groups`` on ``tp`` ranks; together they reproduce the unsharded block's
-        results.
+        """Returns one strategy for each of ``groups``; together the strategies reproduce the unsharded results on
+        ``tp`` ranks.
 
-        A group without such a strategy gets "replicate".
+        A group without a correct strategy gets "replicate".
         """
         found = (self._at_once(groups, tp) or self._by_module(groups, tp)) if len(groups) > 1 else []
         return found or self._one_by_one(groups, tp)
@@ -232,7 +232,9 @@ _CONFIG = "config."
 
 
 class AttributeReads:
-    """Recorder of reads of the integer attributes in ``numbers``, by a block's code. ``seen``: attributes read."""
+    """Recorder of reads of integer attributes by a block's code. ``numbers``: attributes to watch; ``seen``: attributes
+    read.
+    """
 
     def __init__(self, numbers: Collection[Number]) -> None:
         self._numbers = frozenset(numbers)
@@ -294,7 +296,7 @@ def enclosing_module(group: CoupledParameters) -> str:
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
     """Returns ``group`` with parameter names relative to the module at ``path``.
 
-    Drops parameters outside the module that are replicated and have partial gradients.
+    Drops replicated parameters with partial gradients if they are outside the module.
     """
 
     def local(name: str) -> str:

@@ -35,7 +35,7 @@ class Rules:
 
 
 class PlainGradient(Enum):
-    """Kind of gradient, per rank, of a plain replicated tensor that is combined with global tensors."""
+    """Kind of gradient of a plain replicated tensor used with global tensors: equal on all ranks, or partial."""
 
     EQUAL = auto()
     """The gradient is equal on all ranks too: a sum follows where the tensor meets a shard (tensor parallelism)."""

@@ -31,9 +31,9 @@ class FlexPart(NamedTuple):
     def of(
         device: torch.device, rows: Runs | None = None, heads: Runs | None = None, queries: Runs | None = None
     ) -> "FlexPart":
-        """Returns the part with the indices in ``rows``, ``heads`` and ``queries``, runs of (first, last + 1).
+        """Returns the part with the indices in ``rows``, ``heads`` and ``queries``: arrays [m, 2] of (first, last + 1).
 
-        None for a dim means all indices.
+        None means all indices.
         """
 
         def table(runs: Runs | None) -> Tensor | None:

@@ -30,11 +30,11 @@ Function = Callable[..., Any]
 
 
 class LocalOnlyError(EngineError):
-    """Error of code that needs the memory of a full tensor, for example for an in-place write."""
+    """Error of code that got a global tensor but needs a plain tensor with all elements."""
 
 
 class GlobalTensor(WrapperTensor):
-    """Tensor subclass with the shape of the full tensor that stores only this rank's shard, comparable to DTensor.
+    """Tensor subclass that shows the full shape of a tensor and stores only this rank's shard, comparable to DTensor.
 
     ``local``: this rank's shard; ``full``: full shape; ``sets``: sharding of each dim, None for an unsharded dim.
     """
@@ -212,7 +212,7 @@ def has_views(args: Any, kwargs: Any) -> bool:
 
 
 def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["GlobalTensorContext", Any, Any]:
-    """Prepares a call that mixes global tensors over the axes "tp" and "cp": wraps all as tensors over "cp".
+    """Prepares a call that mixes global tensors over the axes "tp" and "cp": wraps each one over "tp" in one over "cp".
 
     Returns (context over "cp", arguments, keyword arguments). Without a tensor over "cp" nothing changes.
     """
@@ -266,7 +266,7 @@ def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_below(context: "GlobalTensorContext") -> None:
-    """Raises the error for an autograd Function or kernel that got a global tensor.
+    """Raises an error: an autograd Function or kernel got a global tensor of ``context``.
 
     Raises:
         EngineError: always; the text names the function or kernel.

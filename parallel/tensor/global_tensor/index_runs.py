@@ -78,7 +78,7 @@ def join_runs(runs: Runs) -> Runs:
 def places_in(held: Runs, wanted: Runs) -> Runs | None:
     """Returns the positions of the indices ``wanted`` among the ascending indices ``held``, or None if one is missing.
 
-    All three are runs: arrays [m, 2] of (first, last + 1).
+    The arguments and the result are runs: arrays [m, 2] of (first, last + 1).
     """
     if not len(wanted):
         return wanted

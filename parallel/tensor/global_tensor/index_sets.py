@@ -57,7 +57,7 @@ class Index:
 
     @classmethod
     def of_runs(cls, runs: Iterable[Runs], size: int) -> "Index":
-        """Returns the sharding with the indices ``runs[r]`` on rank r.
+        """Returns the sharding of ``size`` indices with the indices ``runs[r]`` on rank r.
 
         ``runs[r]``: array [m, 2] of (first, last + 1).
         """
@@ -138,9 +138,7 @@ class Index:
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
-        """Returns the sharding by ``ranges``, each a run of rows and the ranks that store it; None if every rank stores
-        all.
-        """
+        """Returns the sharding of rows that ``ranges`` describe; None if every rank stores all rows."""
         held = [[np.arange(r.start, r.stop) for r in ranges if rank in r.holders] for rank in range(ranks)]
         size = max(r.stop for r in ranges)
         return index_of([np.sort(np.concatenate(pieces or [np.arange(0)])) for pieces in held], size)
@@ -219,9 +217,9 @@ def _meet(masks: Iterable[int]) -> int:
 
 
 def positions(have: Index | None, want: Index | None, rank: int) -> Runs | None:
-    """Returns the positions of the indices ``want`` of ``rank`` in its shard ``have``, as runs [m, 2].
+    """Returns the positions of a rank's indices under ``want`` in its shard under ``have``, as runs [m, 2].
 
-    None means that both shardings are equal; as a sharding it means unsharded.
+    Returns None if ``have`` and ``want`` are equal. A sharding None means unsharded.
 
     Raises:
         NoRuleError: some index of ``want`` is not on the rank.

@@ -36,7 +36,8 @@ class Layout(NamedTuple):
 
 
 def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
-    """Returns the layout of the broadcast of operands with ``layouts``: a rank has the indices common to all.
+    """Returns the layout of the broadcast of operands with ``layouts``: a rank has the indices that it has in all
+    operands.
 
     The last ``tail`` dims are left out of the broadcast and get size 1.
 
@@ -211,7 +212,7 @@ def repeated(index: Index, times: int, interleaved: bool) -> Index:
 
 
 def concatenated(pieces: Sequence[tuple[int, Index | None]], ranks: int) -> Index | None:
-    """Returns the sharding over ``ranks`` ranks of the dim along which operands are concatenated, or None.
+    """Returns the sharding over ``ranks`` ranks of the dim along which operands are concatenated; None if unsharded.
 
     ``pieces``: (size of this dim, sharding of this dim or None) of each operand.
     """

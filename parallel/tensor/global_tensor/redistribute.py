@@ -133,7 +133,7 @@ def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
 def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
     """Shards a plain tensor [B, S, H] evenly along S over the ranks, for sequence parallelism.
 
-    Returns other tensors, and an S that the number of ranks does not divide, unchanged.
+    Returns ``x`` unchanged if it has other dims or the number of ranks does not divide S.
     """
     if context.axis.size == 1 or x.ndim != 3 or x.shape[-2] % context.axis.size:
         return x
@@ -152,8 +152,8 @@ def add_rows(
 ) -> GlobalTensor | Tensor:
     """Sums ``local``, the partial result of a product, over the ranks by an all-reduce to a plain tensor.
 
-    With ``context.sequence`` it reduce-scatters the rows [.., S] along S to a global tensor. The sum may overwrite
-    ``local``. ``folded``: sizes of the dims that were flattened into the first dim of ``local``, or None.
+    With ``context.sequence``, a reduce-scatter of ``local`` [.., S, O] makes a global tensor sharded along S. The sum
+    may overwrite ``local``. ``folded``: sizes of the dims that were flattened into the first dim of ``local``, or None.
 
     Raises:
         SequenceError: the number of ranks does not divide the rows.

@@ -37,7 +37,7 @@ class JoinedLayer(nn.Module):
 
 
 def join_adapter(around: nn.Module, layer: nn.Module, axis: TensorAxis, patches: ForwardPatches) -> None:
-    """Makes the PEFT layer ``around`` run the collectives of the sharded layer ``layer`` inside it.
+    """Makes the PEFT layer ``around`` run the collectives of ``layer``, the sharded layer that it wraps.
 
     Removal of ``patches`` undoes this.
     """

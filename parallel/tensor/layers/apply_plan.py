@@ -91,7 +91,7 @@ def apply_plan(
 
 
 def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> GlobalTensorContext:
-    """Gives the parameters of ``model`` the shapes of this rank's shards, without data, for a run on shapes.
+    """Replaces the data of the parameters of ``model`` by placeholders with the shapes of this rank's shards.
 
     Returns the context of the model's global tensors. Removal of ``patches`` restores the full weights.
     """

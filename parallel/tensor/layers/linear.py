@@ -69,7 +69,7 @@ class ColumnLayer(nn.Module):
     """Linear layer with outputs sharded over "tp": x [.., I], equal on all ranks -> y [.., P], this rank's columns.
 
     Backward sums the gradient of x over "tp" (label "column inputs"). Under sequence parallelism x is a global tensor
-    sharded along the sequence: forward gathers it, and backward reduce-scatters its gradient.
+    sharded along the sequence: forward gathers x, and backward reduce-scatters the gradient of x.
     """
 
     tensor_region: Region
@@ -165,8 +165,8 @@ class ColumnLinear(ColumnLayer, nn.Linear):
     """``nn.Linear`` with sharded outputs: each rank stores ``out_features / size`` of them, for ``size`` ranks of
     ``axis``.
 
-    Ranks with the same seed have shards of one weight. ``region``: parallel region, the same one for layers with a
-    common input (query, key and value) and the following row layer.
+    Ranks with the same seed have shards of one weight. ``region``: parallel region, shared by layers with a common
+    input (query, key and value) and the next row layer.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.

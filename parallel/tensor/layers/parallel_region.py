@@ -59,7 +59,8 @@ class Region:
     def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Shared:
         """Returns the copy of ``x`` that all column layers of this region share.
 
-        A second call by one ``layer`` begins a new forward, unless ``again`` is True.
+        ``again`` True: another input of the same forward; otherwise a second call by one ``layer`` begins a new
+        forward.
         """
         if not self._entered or (id(layer) in self._entered and not again):
             self._open(layer.training, x.device)

@@ -36,7 +36,7 @@ _KINDS = 1024
 class ParameterUseCheck:
     """Check that a forward uses parameters, adapters and sharded layers as the tensor plan assumes.
 
-    ``plan``: None without tensor parallelism. ``followed``: True if the forward was traced.
+    ``plan``: None without tensor parallelism. ``followed``: True if a trace has already checked the sharded layers.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None, followed: bool) -> None:
@@ -153,7 +153,7 @@ class OutsideReads(TorchFunctionMode):
         """Watches the torch functions of this thread inside the context.
 
         Adds to ``names`` the sharded parameters that code outside their module reads, and to ``plain`` the ids of
-        parameters that some operation reads without a global tensor.
+        parameters in operations without a global tensor.
         """
         handles: list[RemovableHandle] = []
         for layer in self._layers:
@@ -183,7 +183,7 @@ class OutsideReads(TorchFunctionMode):
 
 
 class PlainReads(TorchFunctionMode):
-    """Recorder of the ``parameters`` that some operation of a forward reads without a global tensor among its operands.
+    """Recorder of the ``parameters`` that a forward uses in operations on plain (not global) tensors only.
 
     ``names``: their names, in the order of first reads.
     """

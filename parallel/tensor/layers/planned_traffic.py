@@ -51,7 +51,7 @@ class Sent:
 
 
 class CollectiveRecorder:
-    """Recorder of the collectives that a model would run. The model runs on shapes, and its ``axes`` send nothing.
+    """Recorder of the collectives that a model would run. Nothing is sent over ``axes``.
 
     ``recomputed``: modules with recomputed activations, by name. ``partly``: modules recomputed except for operators
     with saved outputs. A collective that recomputation repeats counts twice.
@@ -224,9 +224,9 @@ def _nodes_before(last: Node | None) -> set[Node]:
 
 
 def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, rank: int = 0) -> dict[int, Tally]:
-    """Returns one rank's traffic for forward and backward of one microbatch, by index into ``timeline.calls``.
+    """Returns the traffic of ``rank`` for forward and backward of one microbatch, by index into ``timeline.calls``.
 
-    Each value counts collectives and bytes by axis and label. ``rank``: index of this rank.
+    Each value counts collectives and bytes by axis and label.
     """
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(timeline.calls):

@@ -26,8 +26,8 @@ _WHOLE, _RUNNING = "_whole_values", "_running_modules"
 class WholeSizeAnswers:
     """Installer of patches that show full shapes and integer attributes of sharded layers to other code.
 
-    Code inside a running block reads the sizes of shards. Construct it before sharding; :meth:`install` follows after
-    it. ``plan``: None installs nothing.
+    Code inside a running block reads the sizes of shards. Construct the installer before sharding, and call
+    :meth:`install` after sharding. ``plan``: None installs nothing.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None) -> None:

@@ -40,7 +40,7 @@ class EmbeddingLayer(nn.Module):
     tensor_context: GlobalTensorContext
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Looks up the ids in this rank's rows, with zeros for all other ids, and sums the vectors over "tp"."""
+        """Returns the vectors of ``ids``: this rank's rows, with zeros for all other ids, summed over "tp"."""
         vocabulary = self.tensor_vocabulary
         if not vocabulary.axis.dry:
             _check_ids(ids, vocabulary.size)
@@ -95,7 +95,7 @@ class HeadLayer(nn.Module):
         return ShardedLogits.wrap(logits_W, vocabulary)
 
     def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
-        """Returns (this rank's shard of ``x_D``, settings of the operation that gathers it over "tp")."""
+        """Returns (this rank's tensor of ``x_D``, settings with which the product gathers it over "tp")."""
         dim = None
         if type(x_D) is GlobalTensor:
             dim = stream_dim(x_D)

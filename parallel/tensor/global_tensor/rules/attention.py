@@ -81,8 +81,8 @@ def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any,
 def matching_groups(context: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
     """Returns this rank's shards of query, key and value for grouped-query attention.
 
-    Returns None if a rank lacks key heads of its query heads. ``tensors``: (query, key, value); ``times``: query heads
-    per key head.
+    Returns None if a rank lacks the key heads that its query heads need. ``tensors``: (query, key, value); ``times``:
+    query heads per key head.
     """
     if any(type(tensor) is not GlobalTensor for tensor in tensors):
         return None
@@ -182,8 +182,9 @@ def _with_weights(a: SimpleNamespace, tensors: tuple[Any, ...], dropout: float) 
 def rotary_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
     """Applies rotary embeddings to this rank's shards of ``q`` and ``k`` and returns both.
 
-    ``angles_and_form``: cos, sin, layout of the features and kernels. The fused operator runs if ``q`` and ``k`` have
-    the same batch and position sharding and the angles are plain; otherwise the reference implementation runs.
+    ``angles_and_form``: cos, sin, feature layout, kernels. The fused operator runs if ``q`` and ``k`` have the same
+    batch and position sharding and cos and sin are plain tensors without gradient; otherwise the reference
+    implementation runs.
     """
     cos, sin, form, kernels = angles_and_form
     length = 3 - form.heads_dim

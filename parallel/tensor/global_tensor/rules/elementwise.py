@@ -62,7 +62,10 @@ def dropout_(
     training: bool | None = None,
     train: bool = False,
 ) -> Any:
-    """Runs ``torch.dropout`` or ``torch.alpha_dropout`` on this rank's shard of ``input``."""
+    """Runs ``torch.dropout`` or ``torch.alpha_dropout`` on this rank's shard of ``input``.
+
+    ``training``, if given, replaces ``train``.
+    """
     return drop(context, func, input, (p, train if training is None else training), None)
 
 
@@ -92,7 +95,7 @@ def drop(
 
 
 def draws_alone(sets: Sets, p: float) -> bool:
-    """Returns True if each rank must draw its own dropout mask for a tensor sharded as ``sets``.
+    """Returns True if dropout with probability ``p`` must draw a different mask on each rank, for sharding ``sets``.
 
     Raises:
         NoRuleError: some elements are on several ranks but not on all.

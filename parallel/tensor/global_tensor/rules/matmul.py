@@ -321,6 +321,6 @@ def added_rows(
 ) -> Any:
     """Returns the rows of the table ``weight`` [V, H] at the indices ``ids``, as :func:`embedding` does.
 
-    Backward may add the gradient in place to the table's gradient buffer.
+    Backward may add the gradient in place to the table's gradient buffer. The row ``padding`` gets no gradient.
     """
     return embedding(context, lambda rows, table: look_up_rows(table, rows, padding, kernels), ids, weight)

@@ -47,7 +47,7 @@ def gradient(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
 
 
 def part_of(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """Runs ``detach`` or ``data``: returns a global tensor without autograd graph that shares the shard's memory."""
+    """Returns a global tensor that shares the shard's memory, without autograd graph, for ``detach`` or ``data``."""
     made = like(input, func(input.local, *args))
     made.copied = input.copied
     return made

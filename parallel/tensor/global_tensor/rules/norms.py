@@ -92,7 +92,7 @@ def _scaled(func: Function, x: GlobalTensor, normal: Any, weight: Tensor | None,
 def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine_and_form: Any) -> Any:
     """Runs the fused norm :func:`kernels.ops.norm.norm` over the last dim of this rank's shard of ``x``.
 
-    ``affine_and_form``: weight, bias, hyperparameters and kernels. If the last dim is sharded, the reference
+    ``affine_and_form``: weight, bias, settings of the norm, kernels. If the last dim is sharded, the reference
     implementation runs and sums the statistics over the ranks.
     """
     weight, bias, form, kernels = affine_and_form

@@ -202,7 +202,7 @@ def summed(x: GlobalTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dty
     """Returns the sum of ``x`` over ``dims`` as a plain tensor, all-reduced over the ranks of the axis.
 
     Raises:
-        NoRuleError: another dim of ``x`` is sharded, or ``dims`` lack the sharded dim.
+        NoRuleError: more than one dim of ``x`` is sharded, or the sharded dim is not in ``dims``.
     """
     context = x.views
     (cut, *others) = [one for one in range(x.ndim) if x.sets[one] is not None]
@@ -241,9 +241,9 @@ def variance(
 
 
 def mean_and_variance(x: GlobalTensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns the mean of ``x`` over ``dims`` and the mean squared deviation from it, all-reduced plain tensors.
+    """Returns the mean of ``x`` over ``dims`` and the mean squared deviation from the mean: all-reduced plain tensors.
 
-    The dims ``dims`` have size one.
+    Both keep ``dims`` with size one.
     """
     count = math.prod(x.full[one] for one in dims)
     mean = summed(x, dims, True) / count

@@ -117,7 +117,7 @@ def transpose(
     dim1: int | None = None,
     **names: int,
 ) -> Any:
-    """Runs ``transpose`` or ``swapaxes`` of a global tensor."""
+    """Runs ``transpose`` or ``swapaxes`` of a global tensor. ``names``: keywords ``axis0`` and ``axis1``."""
     a, b = (dim0, dim1) if dim0 is not None and dim1 is not None else (names["axis0"], names["axis1"])
     dims = list(range(input.ndim))
     dims[a], dims[b] = dims[b], dims[a]

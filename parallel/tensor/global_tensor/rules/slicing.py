@@ -128,7 +128,7 @@ def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int 
 
 
 def split(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``split`` of a global tensor into slices of one size, or of the given sizes, counted in the full dim."""
+    """Runs ``split`` of a global tensor into slices of one size, or of the given sizes, all of the full tensor."""
     x, sizes, dim = _split_arguments(*args, **kwargs)
     length = x.full[dim]
     if (sizes < 1) if isinstance(sizes, int) else (sum(sizes) != length):
@@ -151,7 +151,7 @@ def _cut_at(x: GlobalTensor, dim: int, borders: list[int]) -> tuple[GlobalTensor
 
 
 def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: int, dim: int = 0) -> Any:
-    """Runs ``chunk`` of a global tensor: returns at most ``chunks`` slices of ``dim``, counted in the full dim."""
+    """Runs ``chunk`` of a global tensor: divides the full dim ``dim`` into at most ``chunks`` slices."""
     if chunks < 1:
         raise NoRuleError("chunk needs at least one slice; torch raises its own error.")
     size = -(-input.full[positive_dim(dim, input.ndim)] // chunks)

@@ -241,6 +241,6 @@ TENSOR_RULES = Rules(by_function=_table(), fallback=gathered)
 def global_context(axis: TensorAxis, sequence: bool = False, regather: bool = False) -> GlobalTensorContext:
     """Returns a new context for global tensors over ``axis``, with all rules.
 
-    ``sequence`` and ``regather``: settings of :class:`GlobalTensorContext`.
+    ``sequence``: True for sequence parallelism. ``regather``: True gathers inputs again in backward.
     """
     return GlobalTensorContext(axis, TENSOR_RULES, sequence, regather)
