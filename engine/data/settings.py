@@ -159,7 +159,7 @@ class StepRows:
         """Yields a range for each microbatch of this data rank: the positions of the microbatch's rows in the data.
 
         Args:
-            position: position of the training step's first row over all data ranks, from 0.
+            position: number of rows in the data before the training step.
         """
         first = position + self.rank * self.micro * self.accumulation
         return (

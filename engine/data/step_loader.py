@@ -33,7 +33,8 @@ _KINDS: Mapping[str, type[list[Any]] | type[tuple[Any, ...]]] = MappingProxyType
 
 
 class ReplicaBatches:
-    """Broadcast of batches within a replica (the ranks with one copy of the model); the first rank reads.
+    """Broadcast of batches within a replica (the ranks with one copy of the model). The replica's first rank reads
+    them from the dataset.
 
     Args:
         device: device of the communicated tensors.
@@ -126,7 +127,7 @@ class LoadingEngine(Protocol):
 
     @property
     def comm(self) -> Comm:
-        """Communication of this rank, which sends or receives batches with the loader's option ``batches="rank0"``."""
+        """Communication of this rank; with the option ``batches="rank0"``, the loader communicates batches by it."""
 
     @property
     def device(self) -> torch.device:

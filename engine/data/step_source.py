@@ -338,7 +338,7 @@ def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[Data
 
 
 def own_state(given: Any) -> EngineError:
-    """Returns the error for a dataset or DataLoader on which the user has called ``load_state_dict``."""
+    """Returns the error that ``given``, a dataset or DataLoader, has a state loaded by its own ``load_state_dict``."""
     return EngineError(
         f"the {type(given).__name__} has its own state, from load_state_dict, but the loader counts samples from the "
         "beginning. Pass it without that state, and load the loader's: eng.register_for_checkpointing(data=loader)."

@@ -114,8 +114,8 @@ class Sampler:
         return rows
 
     def stream(self, start: int, count: int) -> Indices:
-        """Returns the window indices at positions [start, start + count) of the stream of all data ranks: int64
-        [count].
+        """Returns the window indices at positions [start, start + count) of the stream that all data ranks share:
+        int64 [count].
 
         Positions count from 0 over all epochs. The position of ``next()`` is unchanged.
         """

@@ -91,7 +91,7 @@ class Accelerator:
         return 0 if self._is_host else int(self._module.max_memory_allocated(device_index))
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Makes the bytes now allocated the new peak for ``max_memory_allocated``; no effect on the CPU."""
+        """Resets the peak of ``max_memory_allocated`` to the bytes now allocated; no effect on the CPU."""
         if not self._is_host:
             self._module.reset_peak_memory_stats(device_index)
 

@@ -122,7 +122,10 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
         reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
     ) -> Any:  # fmt: skip
-        """Computes the mean loss over one step's number of microbatches, without an update. Collective.
+        """Computes the mean loss of the next ``gradient_accumulation_steps`` microbatches of ``data_iter``, without an
+        update. Collective.
+
+        ``bcast_loss`` has no effect.
 
         Returns:
             The loss as a 0-dim tensor, equal on all ranks; (loss, output) with ``return_logits``; only the output if
@@ -363,7 +366,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     ) -> None:  # fmt: skip
         """Copies full parameters and buffers from ``state_dict``, equal on all ranks, into the model. Collective.
 
-        Without ``strict``, missing and unknown names are ignored.
+        Without ``strict``, missing and unknown names are ignored. ``fetch_z3_params`` has no effect.
 
         Raises:
             EngineError: with ``strict``, if ``state_dict`` lacks a parameter, or has a name that the model lacks;

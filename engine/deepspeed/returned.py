@@ -131,7 +131,7 @@ def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
     """Returns the optimizer object that ``deepspeed.initialize`` returns; None if the engine has no optimizer.
 
     ``given`` is the script's optimizer, or a callable that makes it. A torch optimizer at ZeRO 0 in fp32 is returned
-    itself; otherwise the result is a ``DeepSpeedOptimizer``, which reads the step record ``last``.
+    itself; otherwise the result is a ``DeepSpeedOptimizer``, which reads the results of ``step`` from ``last``.
     """
     config, own = engine.config, given if isinstance(given, torch.optim.Optimizer) else None
     if config.optimizer is None and given is None:

@@ -13,21 +13,19 @@ from engine.program.forward_inputs import ForwardSignature
 
 
 class CurriculumScheduler:
-    """Scheduler of the difficulty of curriculum learning, such as a sequence length. It depends only on the step
-    number.
-    """
+    """Scheduler of curriculum learning: computes the difficulty, such as a sequence length, from the step number."""
 
     def __init__(self, curriculum: Curriculum, steps: Callable[[], int]) -> None:
         self._curriculum, self._steps = curriculum, steps
 
     def get_difficulty(self, global_steps: int) -> int:
-        """Returns the difficulty in step number ``global_steps``, counted from 1."""
+        """Returns the difficulty, such as a sequence length, in step number ``global_steps``, counted from 1."""
         return self._curriculum.difficulty(global_steps)
 
     update_difficulty = get_difficulty
 
     def get_current_difficulty(self) -> int:
-        """Returns the difficulty in the next step."""
+        """Returns the difficulty, such as a sequence length, in the next step."""
         return self._curriculum.difficulty(self._steps() + 1)
 
 
@@ -55,7 +53,7 @@ class Scheduled:
         return args, kwargs | added
 
     def refuse_whole_steps(self) -> None:
-        """Raises if the model's forward needs scheduled keyword arguments, which batches of ``train_batch`` lack.
+        """Raises if the configuration adds keyword arguments to forward, because ``train_batch`` cannot pass them.
 
         Raises:
             EngineError: the configuration adds these keyword arguments.

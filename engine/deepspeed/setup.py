@@ -48,8 +48,8 @@ def initialize(
     """Shards ``model`` over the ranks; returns (engine, optimizer, loader of ``training_data``, scheduler). Collective.
 
     Weights are broadcast from rank 0. Without an optimizer, the engine only evaluates. Trainable parameters outside
-    both ``model_parameters`` and ``optimizer`` are not updated. Values "auto" of the configuration are taken from
-    ``args``.
+    both ``model_parameters`` and ``optimizer`` are not updated. ``args``: the script's parsed arguments, which may name
+    the configuration (``deepspeed_config``) and give its values "auto".
 
     Raises:
         ConfigError: the configuration is missing, wrong or passed twice; ``model`` is missing; ``model_parameters``

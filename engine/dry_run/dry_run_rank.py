@@ -53,9 +53,9 @@ def shape_mode() -> FakeTensorMode:
 
 
 def take_content(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replaces parameters and meta buffers of ``model``, in place, by FakeTensors (shapes without data) on the CPU.
+    """Replaces all parameters of ``model``, in place, by FakeTensors (shapes without data) of ``mode`` on the CPU.
 
-    Tied parameters stay tied.
+    Buffers on the meta device are replaced too. Tied parameters stay tied.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -159,8 +159,8 @@ class EqualRanksBackend(RecordingBackend):
 
 
 class DryRunTransport:
-    """Transport of pipeline messages in a dry run of one rank: delivers messages between its own stages, and only
-    records all others.
+    """Transport of pipeline messages in a dry run of one rank. Messages between two stages of this rank are delivered;
+    all others are only recorded.
 
     Receive buffers are recorded, but do not count as live bytes.
     """
@@ -192,8 +192,8 @@ class DryRunTransport:
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
         """Returns a function that returns the received tensor.
 
-        A message from another rank becomes a FakeTensor of ``shape`` and ``dtype`` in a recorded buffer. ``exact`` has
-        no effect.
+        If ``message`` is from another rank, the tensor is a FakeTensor of ``shape`` and ``dtype``. ``exact`` has no
+        effect.
         """
         if self._is_own(message):
             return self._own.receive(message, shape, dtype)
@@ -322,7 +322,7 @@ class DryRunRank:
         self._runtime.on_host.observer = self.live.leave_out
 
     def trace_like(self, other: "DryRunRank") -> None:
-        """Copies traces of the model's forward from ``other``, a finished dry run of another rank of the plan."""
+        """Takes over recorded forwards (traces) of the model from ``other``, a finished dry run of another rank."""
         own, others = self._runtime.pipeline, other._runtime.pipeline
         if own is not None and others is not None:
             own.traces.take(others.traces)
@@ -330,7 +330,8 @@ class DryRunRank:
     def step(self) -> DryRunStep:
         """Runs a warm-up step and a measured step, and returns the live bytes of each pipeline action.
 
-        If the schedule has both full and split backwards, one step is measured for each.
+        If the schedule has both full backwards and backwards split into input and weight gradients, measures one step
+        with each kind.
         """
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self.plan.schedule.per_rank[self._pp]

@@ -34,8 +34,8 @@ class RankForecast:
 
 
 def forecast_of(plan: Plan, rank: int, step: DryRunStep) -> RankForecast:
-    """Returns the memory forecast of the global rank ``rank``: its peak of live bytes in the order of the pipeline
-    schedule.
+    """Returns the memory forecast of the global rank ``rank`` of ``plan``: the peak of live bytes while it runs its
+    pipeline actions in the order of the schedule.
 
     Args:
         step: live bytes of each pipeline action of this rank, from a dry run.
@@ -58,7 +58,7 @@ class PlannedKernels(Kernels):
         self.card = card
 
     def replaces(self, device: torch.device) -> bool:
-        """Returns True: as on any GPU, the engine's operators replace torch's."""
+        """Returns True for every ``device``, because on GPUs the engine's operators replace torch's."""
         return True
 
     def _decide(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:

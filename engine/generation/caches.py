@@ -88,7 +88,7 @@ class StageCaches:
         return copy.deepcopy(self._empty) if self._rehearsed is None else _shapes(self._rehearsed)
 
     def rehearse(self, cache: Any) -> None:
-        """Stores the shapes of ``cache``, filled by the traced forward over the prompt, for :meth:`rehearsal`."""
+        """Stores the shapes in ``cache`` after the traced forward over the prompt, for :meth:`rehearsal`."""
         self._rehearsed = _shapes(cache)
 
     def advance(self, rows: int, positions: int, partly: bool) -> None:

@@ -55,8 +55,8 @@ class GenerationForwards:
     def opened(self, checked: Any) -> Iterator[None]:
         """Returns a context manager around all forwards of one generation, in eval mode without autograd.
 
-        The ranks with one copy of the model first compare the tensors ``checked`` by hashes. With expert parallelism,
-        or parameters gathered in each forward, all data ranks leave the context together.
+        The ranks with one copy of the model first compare hashes of the tensors in ``checked``. With expert
+        parallelism, or parameters gathered in each forward, all data ranks leave the context together.
 
         Raises:
             EngineError: the ranks were given different tensors.

@@ -123,7 +123,7 @@ class RowOptions(NamedTuple):
 
 
 def uniform(seed: int, stream: int, sample: int, position: int) -> float:
-    """Returns the pseudo-random number in [0, 1) that draws one token, a hash of the arguments.
+    """Returns a pseudo-random number in [0, 1) to draw one token; it is a hash of the arguments.
 
     Args:
         stream: number that separates prompts with the same seed.
@@ -197,7 +197,7 @@ def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, alternatives: int) -> Te
     """Returns log-probabilities for each of R rows: of one token, and of the K = ``alternatives`` likeliest tokens.
 
     The result is fp64 [R, 1 + 2K]: log-probability of the token in ``tokens_R``, K largest log-probabilities, ids of
-    these K tokens. Absent alternatives have -inf and id 0.
+    these K tokens. If the vocabulary has fewer than K tokens, the rest is -inf and id 0.
     """
     logprobs_RV = logits_RV.float().log_softmax(dim=-1)
     likeliest_RK, tokens_RK = logprobs_RV.topk(min(alternatives, logprobs_RV.shape[-1]), dim=-1)

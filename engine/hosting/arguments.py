@@ -391,7 +391,7 @@ def refuse_rewards(name: str, rewards: Any, count: int) -> None:
 
 
 def refuse_trl_grid(kind: str, args: Any, config: Config) -> None:
-    """Refuses a parallel grid on which the TRL trainer ``kind`` would compute wrong results.
+    """Refuses a parallel grid on which the TRL trainer ``kind`` with arguments ``args`` would compute wrong results.
 
     Raises:
         ConfigError: the trainer does not support the pipeline, the tensor ranks or the sharded parameters of

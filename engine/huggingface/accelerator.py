@@ -305,7 +305,7 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         """Converts a restored schedule's step number to this run, if the saved run made ``data_ranks`` scheduler steps
         per update.
 
-        The step number is unchanged if only the saved one gives the saved learning rate.
+        The saved number stays if it gives the saved learning rate and the converted number does not.
         """
         schedule: Any = self.scheduler
         saved, rates = schedule.last_epoch, list(schedule.get_last_lr())

@@ -44,7 +44,7 @@ class SavedState(EngineAccelerator):
         """Returns the full state dict of the engine's model on rank 0, and {} on other ranks. Collective over the
         world.
 
-        Any other model is treated as by ``accelerate.Accelerator``.
+        Any other model, and ``unwrap``, are treated as by ``accelerate.Accelerator``.
         """
         if self.hosted is None or model not in (self.hosted, self.hosted.module):
             return super().get_state_dict(model, unwrap)
@@ -68,7 +68,8 @@ class SavedState(EngineAccelerator):
         """Loads model, optimizer, schedules and step number from a folder of ``save_state``, also on another grid of
         ranks. Collective.
 
-        ``input_dir=None``: the newest folder, if accelerate names checkpoints automatically.
+        ``input_dir=None``: the newest folder, if accelerate names checkpoints automatically. ``load_kwargs``: passed to
+        accelerate.
 
         Raises:
             CheckpointError: the folder has no checkpoint of the engine.

@@ -199,7 +199,7 @@ def _checked_reward(function: Any, accelerator: EngineAccelerator) -> Any:
 
 
 def plan_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keyword arguments of the model's forward from which the engine plans a model of a TRL trainer.
+    """Returns example keyword arguments of the model's forward, made from ``inputs``, a TRL trainer's batch.
 
     ``labels`` equal ``input_ids``; a missing ``attention_mask`` is ones.
     """

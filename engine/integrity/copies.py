@@ -117,8 +117,8 @@ class ReplicaCopies:
         """Compares weights that several tensor or pipeline ranks of one model copy store; returns a 0-dim bool tensor,
         True if any differ.
 
-        All-gathers 8 bytes for each parameter and rank over axis "replica", traffic label "integrity". ZeRO 3 first
-        all-reduces digests over the data ranks.
+        All-gathers 8 bytes for each parameter and rank over axis "replica". ZeRO 3 first all-reduces digests over the
+        data ranks. ``device`` is the device of the digests and the result.
         """
         if not self._rows or self._comm.grid.size("replica") == 1:
             return torch.zeros((), dtype=torch.bool, device=device)

@@ -73,7 +73,7 @@ def write_digest(tensor: Tensor, out: Tensor) -> None:
 
 @torch.no_grad()
 def short_digest(digest: Tensor) -> Tensor:
-    """Shortens ``digest`` to int64 [2]: a weighted sum of its first 16 words, and one of its other words.
+    """Shortens ``digest`` to int64 [2]: a weighted sum of its first 16 words, and a weighted sum of all others.
 
     A change of one word always changes the result.
     """

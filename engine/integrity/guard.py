@@ -85,8 +85,8 @@ class ComputedGradients:
 
 
 class Integrity(StepPart):
-    """Part of each training step that detects silent corruption, such as flipped bits, in this rank's weights and
-    optimizer state.
+    """Detector of silent corruption, such as flipped bits, in this rank's weights and optimizer state. It runs in each
+    training step.
 
     With ``integrity.rerun`` it also finds gradients that differ when a step is run again.
     """
@@ -115,7 +115,7 @@ class Integrity(StepPart):
         """Compares weights and optimizer state with their digests of the last update, without host synchronization;
         ``check`` reads the result.
 
-        Returns ``step.problem`` unchanged.
+        Returns ``step.problem``: an earlier error of the step, or None.
         """
         self._at_rest.compare()
         return step.problem
@@ -163,7 +163,7 @@ class Integrity(StepPart):
     def changing(self) -> Iterator[None]:
         """Returns a context manager around a call that may write weights or optimizer state.
 
-        It compares their digests before the call, and stores new digests after it.
+        Before the call it compares them with their stored digests; after the call it stores new digests.
         """
         self._at_rest.compare()
         try:

@@ -296,6 +296,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         state. Collective.
 
         Without optimizer states in ``checkpoint`` (``save_weights_only``), writes one file with the full weights.
+        ``storage_options``: passed to Lightning.
         """
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint | {"state_dict": self._whole_state()}, filepath, storage_options)
@@ -318,6 +319,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Returns Lightning's state from a checkpoint folder of this strategy; ``load_model_state_dict`` then loads the
         weights.
+
+        ``weights_only``: as in ``torch.load``.
 
         Raises:
             CheckpointError: the path is not a checkpoint folder of this strategy.

@@ -181,8 +181,8 @@ def assign_groups(
     """Returns (mapping from the name of each trainable parameter to its group's index, options of each group).
 
     Groups are numbered in the order of their first parameters. A tied parameter appears under its first name. With
-    several optimizers, the first one with a ``match`` for a parameter's name updates it, or else the last; optimizers
-    of matrices take only 2-D parameters.
+    several optimizers, each parameter belongs to the first one with a ``match`` for its name, or else to the last.
+    Optimizers of matrices take only 2-D parameters.
 
     Raises:
         ConfigError: a pattern matches no trainable parameter, or an optimizer of matrices is last and a remaining

@@ -54,10 +54,10 @@ Notes = list[str]
 
 
 def rewritten(given: Mapping[str, Any], problems: Problems) -> tuple[dict[str, Any], Notes]:
-    """Converts older and foreign keys in ``given`` to current keys. Returns the result, and a note for the user per
-    conversion.
+    """Converts keys of older DeepSpeed versions and of ``accelerate config`` in ``given`` to DeepSpeed's current keys.
 
-    Foreign keys come from ``accelerate config``, Apex, wandb and elasticity. Mistakes are added to ``problems``.
+    Returns the result, and a note for the user per conversion. The sections for Apex, wandb and elasticity are
+    converted too. Mistakes are added to ``problems``.
     """
     raw, notes = dict(given), Notes()
     for form in _FORMS:
@@ -219,7 +219,7 @@ class ElasticBatch(NamedTuple):
 def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatch | None:
     """Computes the batch sizes for an ``elasticity`` section; returns None and adds a problem if a value is wrong.
 
-    The chosen rows per step divide into whole microbatches on as many numbers of GPUs as possible.
+    The rows per step are chosen to form whole microbatches for as many different GPU counts as possible.
     """
     most = _read(_SIZE, section, "max_train_batch_size", 2000, problems)
     micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)
@@ -280,7 +280,7 @@ class LayerDrop:
 
 @dataclass(frozen=True, slots=True)
 class CurriculumSchedule:
-    """Settings of ``curriculum_learning.schedule_config``: how the difficulty rises over steps."""
+    """Settings of ``curriculum_learning.schedule_config``: how the difficulty, such as a sequence length, rises."""
 
     total_curriculum_step: int | None = setting(None, _STEPS)
     difficulty_step: int | None = setting(None, _STEPS)
@@ -305,7 +305,7 @@ class Curriculum:
     schedule_config: CurriculumSchedule = setting(CurriculumSchedule(), Section(cls=CurriculumSchedule), required=True)
 
     def difficulty(self, step: int) -> int:
-        """Returns the difficulty in step ``step``, counted from 1."""
+        """Returns the difficulty, such as a sequence length, in step ``step``, counted from 1."""
         schedule = self.schedule_config
         if self.schedule_type == "fixed_discrete":
             assert schedule.difficulty is not None and schedule.max_step is not None
@@ -339,9 +339,9 @@ class ForwardKeywords:
 
 
 def read_keywords(raw: Mapping[str, Any], problems: Problems) -> ForwardKeywords:
-    """Reads the enabled sections ``progressive_layer_drop`` and ``curriculum_learning``.
+    """Reads the sections ``progressive_layer_drop`` and ``curriculum_learning`` of the configuration ``raw``.
 
-    Mistakes are added to ``problems``.
+    Sections that are not enabled are ignored. Mistakes are added to ``problems``.
     """
     drop, curriculum = raw.get("progressive_layer_drop"), raw.get("curriculum_learning")
     read = None

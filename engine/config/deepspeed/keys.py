@@ -54,8 +54,7 @@ class Moved:
 class Feature:
     """Treatment of a DeepSpeed section: ignored while its key ``switch`` is off, an error while it is on.
 
-    A note replaces the error if the section is needless (``noted``) or implemented in ``engine.deepspeed``
-    (``passed``).
+    With ``noted`` or ``passed``, the user gets a note in place of the error.
     """
 
     reason: str
@@ -73,8 +72,8 @@ class Feature:
 class WithMode:
     """Treatment of a DeepSpeed key in the section ``activation_checkpointing``.
 
-    It has an effect only if the section sets ``mode``. Values in ``idle`` are ignored; others give the user a note, or
-    set the Trine key ``target`` to ``becomes``.
+    It has an effect only if the section sets ``mode``. Values in ``idle`` are ignored. Any other value sets the
+    Trine key ``target`` to ``becomes``; without ``mode`` or ``target``, it gives the user a note.
     """
 
     idle: tuple[object, ...]

@@ -19,8 +19,7 @@ def translate(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Translates DeepSpeed's keys in ``raw`` to Trine's. Returns the translated configuration, and notes for the user.
 
-    A DeepSpeed key with an equivalent sets that Trine key. Unknown keys stay in the configuration. ``ours``: dotted
-    paths of Trine's keys.
+    Unknown keys stay in the configuration. ``ours``: dotted paths of Trine's keys.
     """
     present, notes = rewritten(raw, problems)
     walk = _Walk(ours, problems)

@@ -48,7 +48,8 @@ class PipelineModule(nn.Sequential):
 
     Args:
         layers: modules, functions or ``LayerSpec`` objects; each is called with the output of the one before.
-        num_stages: number of pipeline ranks, unless ``topology`` sets it.
+        num_stages: number of pipeline ranks; no effect with ``topology``.
+        topology: grid with the axes "pipe" and "model" (tensor ranks).
         loss_fn: callback (output, label) -> 0-dim loss.
         seed_layers: True: calls ``seed_fn(base_seed + i)`` before layer i is built.
         seed_fn: callback that seeds random generators; None: ``torch.manual_seed``.
