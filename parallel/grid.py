@@ -61,9 +61,7 @@ class GridAxis:
 
 
 class Spread(NamedTuple):
-    """Axes for one kind of parameters: over which ZeRO shards them, along which they are equal, and over which their
-    gradients are summed.
-    """
+    """Axes along which ranks shard one kind of parameters by ZeRO, have equal parameters, or sum gradients."""
 
     sharding: Axis = "dp"
     """Axis over which ZeRO shards the state and gradients are reduced."""

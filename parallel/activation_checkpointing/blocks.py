@@ -47,7 +47,7 @@ class CheckpointPolicy(Protocol):
 
     @property
     def save(self) -> tuple[str, ...] | None:
-        """Operators with outputs that mode ``selective`` saves: names of torch operators, or kinds such as "matmul" and
+        """Operators with saved outputs in mode ``selective``: names of torch operators, or kinds such as "matmul" and
         "attention". None: these two kinds.
         """
 
@@ -113,7 +113,7 @@ def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
     outputs.
 
     Raises:
-        ConfigError: torch has no operator of a given name, or its outputs share the memory of its arguments.
+        ConfigError: torch has no operator of a given name, or the operator's outputs share memory with its arguments.
     """
     names = settings.save if settings.save is not None else DEFAULT
     known = [name for kind in names for name in OPERATOR_KINDS.get(kind, ())]
@@ -138,6 +138,7 @@ def recompute_blocks(
     Returns the store of offloaded activations.
 
     Args:
+        patches: list that records the changes to modules.
         axis: tensor-parallel axis; selective checkpointing also saves the results of its all-reduces.
         device: device of the activations.
         again: callback without arguments, called in each forward of a block. It returns a context manager factory,

@@ -125,8 +125,8 @@ class SavedActivations:
     def finish(self, outputs: Iterable[Tensor]) -> None:
         """Completes the record at the end of a forward that returns ``outputs``.
 
-        Drops the tensors recorded since the last call of :meth:`saved`. Replaces other recorded tensors that share
-        memory with ``outputs`` by copies.
+        Drops the tensors recorded since the last call of :meth:`saved`. Moves other recorded tensors that share
+        memory with ``outputs`` to memory of their own.
         """
         for entries in self._latest:
             entries.pop()
@@ -136,8 +136,8 @@ class SavedActivations:
         self._in_memory.clear()
 
     def before_write(self, tensor: Tensor) -> None:
-        """Replaces saved tensors that share memory with ``tensor`` by copies. Call it before an in-place write to
-        ``tensor``.
+        """Moves saved tensors that share memory with ``tensor`` to memory of their own. Call it before an in-place
+        write to ``tensor``.
         """
         for output in self._in_memory.pop(_memory(tensor), ()):
             output.copy()

@@ -73,8 +73,8 @@ def _gains(form: ProvenForm) -> bool:
 def run_in_tiles(model: nn.Module, plan: TilePlan, patches: ForwardPatches, again: Again | None = None) -> None:
     """Patches the modules in ``plan`` to run tile by tile; backward recomputes each tile.
 
-    ``again``: callback, called in each tile's forward. It returns a context manager factory for the recomputation of
-    this tile.
+    ``patches``: list that records the changes. ``again``: callback, called in each tile's forward. It returns a context
+    manager factory for the recomputation of this tile.
     """
     for each in plan.modules:
         module = model.get_submodule(each.name)

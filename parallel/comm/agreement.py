@@ -73,7 +73,7 @@ def raise_together(
 def take_from(data: Tensor, first: bool, comm: Comm, axis: Axis, label: str) -> None:
     """Broadcasts ``data`` (uint8, any shape) in place over ``axis`` from the rank that passes ``first`` = True.
 
-    Uses one all-reduce with this ``label``.
+    Uses one all-reduce, named ``label``.
     """
     if not first:
         data.zero_()
@@ -168,7 +168,7 @@ def gather_from_all(
 ) -> Tensor:
     """All-gathers ``values`` [elements] over ``axis``; returns a tensor [ranks, elements] on the CPU, on every rank.
 
-    ``values`` has the same length and dtype on all ranks. The all-gather uses tensors on ``device``.
+    ``values`` has the same length and dtype on all ranks. The all-gather, named ``label``, uses tensors on ``device``.
     """
     here = comm.grid.index(axis)
     table = torch.zeros(comm.grid.size(axis), values.numel(), dtype=values.dtype, device=device)

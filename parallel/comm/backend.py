@@ -88,7 +88,7 @@ class Backend(Protocol):
         """
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the ``all_to_all`` group of indices ``members`` of the data axis; all ranks pass the same ones."""
+        """Creates the ``all_to_all`` group of indices ``members`` of the data axis; all ranks pass equal indices."""
         return
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
@@ -163,10 +163,7 @@ class Backend(Protocol):
 
 
 class RecordingBackend(Backend):
-    """Backend that communicates nothing, so that one process can replay the calls of any rank.
-
-    Each method describes its result.
-    """
+    """Backend that communicates nothing, so that one process can replay the calls of any rank."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid

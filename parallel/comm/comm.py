@@ -81,7 +81,7 @@ class Pending:
             work()
 
     def drop(self) -> None:
-        """Releases the call's tensors and connection without a wait; a later ``wait`` does nothing."""
+        """Abandons the communication and releases its tensors; a later ``wait`` does nothing."""
         self._wait = self._beside = None
         self._then = []
 
@@ -188,7 +188,7 @@ class Comm:
 
     @contextmanager
     def within(self, step: int) -> Iterator[None]:
-        """Returns a context for an engine call after ``step`` steps; this rank's communication log shows the call."""
+        """Returns a context that this rank's communication log shows as an engine call after ``step`` steps."""
         if self.recorder is None:
             yield
             return
@@ -220,7 +220,7 @@ class Comm:
     def failed(self, call: str, error: BaseException, alike: bool = True) -> None:
         """Records that ``call`` has failed on this rank with ``error``.
 
-        ``alike``: True if the engine may continue in case all ranks fail after equally many collectives; False ends it.
+        ``alike``: True if the engine may continue when all ranks fail after equally many collectives; else it ends.
         """
         self.failures.note(call, error, f"{call} after {self._sequence} collectives" if alike else None)
 
@@ -313,8 +313,8 @@ class Comm:
             ) from error
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the group that :meth:`all_to_all` uses for ``members`` of the data axis; all ranks call it in the
-        same order.
+        """Creates the group that :meth:`all_to_all` uses for the indices ``members`` of the data axis. All ranks
+        make this call, with the same ``members``.
         """
         self._backend.connect_data(members)
 
@@ -411,7 +411,7 @@ class Comm:
     def close(self) -> None:
         """Ends this engine's communication; the default process group and groups borrowed from another engine remain.
 
-        After a failed call it also drops unfinished calls; with gloo, ranks that wait for them then fail at once.
+        After a failed call it also drops unfinished calls; with gloo, other ranks of these calls stop waiting and fail.
         """
         self._closed = True
         if self.borrows:

@@ -155,7 +155,7 @@ def open_neighbours(
 
     Args:
         index: index of this rank on the axis.
-        host: this host's :func:`host_identity`; ``NO_HOST`` prevents all ranks from sharing.
+        host: this host's :func:`host_identity`; if any rank passes ``NO_HOST``, no rank shares.
         shared_bytes: size of the memory, the same on all ranks.
         seconds: timeout of a rank's wait in the barrier.
         exchange: callback that all-gathers bytes of equal length over the axis.

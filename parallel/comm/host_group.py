@@ -35,7 +35,10 @@ class HostGroup(Protocol):
         """
 
     def receive(self, target: memoryview, source: int) -> Wait:
-        """Starts to receive ``len(target)`` bytes from rank ``source`` in ``target``; returns a function that waits."""
+        """Starts to receive ``len(target)`` bytes from rank ``source`` into ``target``.
+
+        Returns a function that waits.
+        """
 
 
 class TorchHostGroup:
@@ -75,7 +78,10 @@ class TorchHostGroup:
         return self._begin(data, to, lambda part: dist.isend(part, to, self._group))
 
     def receive(self, target: memoryview, source: int) -> Wait:
-        """Starts to receive ``len(target)`` bytes from rank ``source`` in ``target``; returns a function that waits."""
+        """Starts to receive ``len(target)`` bytes from rank ``source`` into ``target``.
+
+        Returns a function that waits.
+        """
         return self._begin(target, source, lambda part: dist.irecv(part, source, self._group))
 
     def close(self) -> None:
@@ -118,7 +124,7 @@ class BroadcastGroup:
     The other processes join as ranks 1 and up of a torch process group called ``name``.
 
     Args:
-        host: address of this host; the others connect to it at ``port``.
+        host: address of this host; the others connect to it at port ``self.port``.
         size: number of processes, including this one.
         name: name of the group.
         device: device of this rank: the group uses gloo for the CPU and NCCL otherwise.

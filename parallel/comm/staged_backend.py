@@ -21,7 +21,7 @@ from engine.parallel.grid import Axis, Grid
 def open_backend(grid: Grid, device: torch.device) -> Backend:
     """Opens this process's backend for tensors on ``device``, in the existing default process group.
 
-    It copies tensors through host memory if torch's collectives cannot move tensors of ``device``.
+    The backend copies tensors through host memory if torch's collectives cannot move tensors of ``device``.
     """
     if carries_tensors_of(device):
         return TorchBackend(grid, device)

@@ -171,11 +171,11 @@ def padded_bytes(size: int) -> int:
 class SymmetricBuffer:
     """Memory on all ranks of an axis, writable by kernels of all ranks, for collectives inside kernels.
 
-    All ranks make the same calls in the same order; a call's number is its epoch.
+    All ranks run the same collectives in the same order; the number of a collective, from 1, is its epoch.
 
     Args:
         memory: memory of all ranks, mapped by this process.
-        sizes: bytes and tiles that one rank can send to another in one call.
+        sizes: bytes and tiles that one rank can send to another in one collective.
         seconds: timeout of a kernel's wait for a signal.
         peers: global ranks of the axis, by index.
     """
@@ -225,23 +225,25 @@ class SymmetricBuffer:
         return self._epoch
 
     def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view, with this ``shape`` and ``dtype``, of the data that this rank receives from ``writer`` in
-        call ``epoch``.
+        """Returns a view, with this ``shape`` and ``dtype``, of the data that this rank receives from ``writer``.
 
-        ``writer``: index on the axis. The view is valid until call ``epoch`` + 2.
+        ``writer``: index of a rank on the axis. ``epoch``: number of the collective. The view is valid until the
+        collective ``epoch`` + 2.
         """
         return self._slot(self.mailbox.rank, writer, epoch, shape, dtype)
 
     def slot_at(self, owner: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view, with ``shape`` and ``dtype``, of the memory on index ``owner`` that receives this rank's data
-        in call ``epoch``.
+        """Returns a view, with ``shape`` and ``dtype``, of the memory of rank ``owner`` that receives this rank's data.
+
+        ``owner``: index on the axis. ``epoch``: number of the collective.
         """
         return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
 
     def arrivals_at(self, owner: int, epoch: int) -> Tensor:
-        """Returns a view of int32 words in the memory of index ``owner``, one for each tile of this rank's data.
+        """Returns a view of int32 words in the memory of rank ``owner``, one for each tile of this rank's data.
 
-        This rank writes ``epoch`` to word i when tile i of the call ``epoch`` has arrived.
+        This rank writes ``epoch``, the number of the collective, to word i when tile i has arrived. ``owner``: index on
+        the axis.
         """
         most = self.sizes.most
         words = self._memory.parts[owner][self.sizes.slots :].view(torch.int32)

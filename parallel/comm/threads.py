@@ -408,9 +408,10 @@ class ThreadBackend(Backend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Starts to all-gather ``shard`` into ``full`` for each pair of ``pairs``; returns a function that waits.
+        """Starts to all-gather ``shard`` into ``full`` for each pair (``full``, ``shard``).
 
-        The group has ``within`` neighbouring ranks (default: all) along ``axis`` (default: the data axis).
+        The group has ``within`` neighbouring ranks (default: all) along ``axis`` (default: the data axis). Returns a
+        function that waits.
         """
         line = axis or self._grid.shard_line
         size = within or self._grid.size(line)

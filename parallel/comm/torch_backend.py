@@ -180,9 +180,9 @@ class TorchBackend:
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Starts to all-gather ``shard`` into ``full`` for each pair of ``pairs``; returns a function that waits.
+        """Starts to all-gather ``shard`` into ``full`` for each pair (``full``, ``shard``).
 
-        It uses the group that ``open_gathers`` created for ``within`` and ``axis``.
+        It uses the group that ``open_gathers`` created for ``within`` and ``axis``. Returns a function that waits.
         """
         line = _DataGathers("gathers", within or self._grid.size(self._grid.shard_line))
         group = self._groups[line if axis is None else _AxisGathers(axis)]

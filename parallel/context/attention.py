@@ -31,7 +31,7 @@ class KeyAttention(NamedTuple):
     scale: float
 
     def rules(self, number: int, rows: Tensor | None, unseeing: Tensor | None) -> Iterator[tuple[SeenBlock, BlockRule]]:
-        """Yields pairs (block of queries and keys, rule of its mask) for the keys received in communication ``number``.
+        """Yields pairs (block of queries and keys, rule of its mask) for the keys in ``flow.parcels[number]``.
 
         Blocks without visible keys are omitted. ``rows``: mask of this rank's queries, [.., queries or 1, keys of all
         ranks or 1]; None: no mask. ``unseeing``: bool, True for queries that see no key.

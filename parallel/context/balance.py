@@ -162,7 +162,8 @@ def work_of_documents(batch: Iterable[tuple[str, Tensor]]) -> Mapping[int, Indic
 
     The work is the number of keys that the position's query sees. Omits lengths S without packed documents.
 
-    ``batch``: pairs (name, tensor). Copies tensors named as position ids or document numbers to the host.
+    ``batch``: pairs (name, tensor). Copies integer tensors [B, S] with names such as "position_ids" or
+    "seq_idx" to the host.
     """
     found: dict[int, Indices] = {}
     for name, tensor in batch:

@@ -25,8 +25,8 @@ KEYS, KEY_GRADIENTS = "keys", "key gradients"
 
 
 class Parcel(NamedTuple):
-    """Keys and values that a rank receives in one communication. ``boxes``: plan of the communication; None: no
-    communication, for the rank's own keys.
+    """Keys and values that a rank receives in one communication. ``boxes``: slices that are sent and
+    received; None: the rank's own keys, without communication.
     """
 
     keys: Runs
@@ -91,10 +91,9 @@ class KeyFlow(NamedTuple):
         return made, pending.wait
 
     def expect_backward(self, local: Tensor, made: Tensor) -> None:
-        """Reports to ``axis.listener`` the collectives that the backward of ``made``, the attention's output, will
-        call.
+        """Reports the collectives of attention's backward to ``self.axis.listener``, only in a dry run of the axis.
 
-        It does so only in a dry run, in which the axis communicates nothing. ``local``: keys and values of this rank.
+        ``local``: keys and values of this rank. ``made``: output of the attention.
         """
         for parcel in self.parcels if self.axis.dry else ():
             if parcel.boxes is None:

@@ -79,8 +79,8 @@ class AttentionMethods:
 
 
 class AttendingContext(GlobalTensorContext):
-    """Settings and caches of global tensors (DTensor-like) sharded along positions. ``method``: method of
-    context-parallel attention on them.
+    """Settings and caches for functions on global tensors (like DTensors) that are sharded along positions.
+    ``method``: method of context-parallel attention on them.
     """
 
     def __init__(
@@ -149,7 +149,9 @@ class _Call(NamedTuple):
 
 
 def context_attention(context: "AttendingContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``F.scaled_dot_product_attention`` on [.., heads, S, D] with positions S sharded over axis cp.
+    """Computes ``func``, torch's ``scaled_dot_product_attention``, with its arguments ``args`` and ``options``.
+
+    Tensors are [.., heads, S, D] with positions S sharded over axis cp.
 
     The method of ``context`` moves keys and values between ranks; calls that it does not support gather them. The
     result is sharded as the queries.

@@ -61,7 +61,7 @@ def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int
     """Returns the plan by which rank ``rank`` of ``ranks`` reshards a tensor of full ``shape`` from ``have`` to
     ``want``.
 
-    A sharding has, for each dim, the indices on each rank, or None. Communicates nothing.
+    A sharding has, for each dim, the indices on each rank; None: an unsharded dim. Communicates nothing.
 
     Raises:
         NoRuleError: several ranks store an element under ``have``.
@@ -179,8 +179,8 @@ def read(x: Tensor, box: Places, into: Tensor) -> None:
 class Way(NamedTuple):
     """Plan of one tensor's resharding in an exchange.
 
-    ``add``: True adds received values to zeros, for elements that several ranks or none send; False overwrites
-    uninitialized memory.
+    ``add``: True adds received values to zeros, since several ranks or none may send an element; False: exactly one
+    rank sends each.
     """
 
     boxes: Boxes
@@ -258,7 +258,7 @@ def expect(
     """Reports to ``axis.listener``, in a dry run of ``axis``, the bytes that each rank would send to reshard ``given``
     by the plans ``boxes``.
 
-    ``made``: for an exchange in backward, the forward's result at which backward starts; None: in forward.
+    ``made``: in backward, the forward result with the autograd node that runs the exchange; None in forward.
     """
     if axis.dry:
         sizes = (each.sent(x, axis.size) for x, each in zip(given, boxes, strict=True))

@@ -65,7 +65,7 @@ CONTEXT_RULES = Rules(
 
 
 class ContextOfSequences(AttendingContext):
-    """Settings and caches of the global tensors (DTensor-like) sharded along positions over axis cp.
+    """Settings and caches for functions on global tensors (like DTensors) sharded along positions over axis cp.
 
     It also stores rules for torch functions on these tensors, and the positions of each rank in the present forward.
     """
@@ -125,8 +125,8 @@ class ContextOfSequences(AttendingContext):
         return self.find(("shard", length), lambda: self.shard(length, self.axis.size, self.unit))
 
     def current(self, sets: Sets) -> Sets:
-        """Returns the sharding ``sets``, made without packed documents, but with sequence dims sharded as the packed
-        documents of this forward.
+        """Converts ``sets``, a sharding from a forward without packed documents, for this forward. Dims of packed
+        documents get the sharding of these documents.
         """
         if not self.running:
             return sets

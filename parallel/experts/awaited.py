@@ -260,7 +260,7 @@ class WaitingBlock:
 
         Returns an :class:`Awaited` tensor [``count``, ..] with the sum of results for each of this rank's tokens.
         ``route``: exchange by which the tokens arrived. ``token``: index of the token of each received result.
-        ``ties``: more tensors that get zero gradients, so that backward reaches the exchange on a rank without rows.
+        ``ties``: tensors that get zero gradients; through them, backward reaches the exchange on a rank without rows.
         """
         assert self._started is not None
         sums: Awaited = _Combine.apply(made, route, token, count, self._comm, *ties)  # type: ignore[no-untyped-call]

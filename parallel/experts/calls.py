@@ -62,7 +62,8 @@ class ExpertCall(Protocol):
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
         """Converts ``rows`` to arguments for a module with ``experts`` experts.
 
-        ``given``: arguments of the original call, by name. New row counts get the type of the given ones, such as list.
+        ``given``: arguments of the original call, by name. If they have row counts, such as a list, new ones get their
+        type.
         """
         ...
 

@@ -97,8 +97,8 @@ def exchange(
     """Sends ``gives[r]`` rows of each of ``tensors`` to each rank r of the axis "ep", in rank order.
 
     Returns the received rows, ``gets[r]`` from rank r, as one tensor for each of ``tensors``. Backward exchanges the
-    gradients of floating-point tensors. ``ties``: more tensors that get zero gradients, so that backward
-    exchanges on ranks without rows.
+    gradients of floating-point tensors. ``ties``: tensors that get zero gradients; through them, backward
+    reaches the exchange on a rank without rows.
     """
     made: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
         comm, gives, gets, label, len(tensors), *tensors, *ties

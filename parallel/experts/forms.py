@@ -73,7 +73,7 @@ class RoutedExperts:
     along their width; None: tensor ranks hold whole experts and divide the rows."""
 
     def named(self, name: str) -> "RoutedExperts":
-        """Returns a copy of this description for the module ``name`` of equal code, shapes and settings."""
+        """Returns a copy of this description for another module, ``name``, with the same code, shapes and settings."""
         return replace(self, name=name)
 
     @property
@@ -123,8 +123,8 @@ class ListedExperts:
         return len(self.names)
 
     def named(self, block: str, names: tuple[str, ...]) -> "ListedExperts":
-        """Returns a copy of this description for the block ``block`` of equal code and shapes, with the experts
-        ``names``.
+        """Returns a copy of this description for another block, ``block``, with the same code and shapes; its experts
+        are called ``names``.
         """
         return replace(self, block=block, names=names)
 
@@ -135,7 +135,7 @@ def owner_cut(rows: int, rank: int) -> tuple[Range, ...]:
 
 
 def list_members(members: nn.Module) -> dict[str, nn.Module]:
-    """Returns the members with parameters of the module list ``members``, by their names in it."""
+    """Returns the submodules in the module list ``members`` that have parameters, by their names in it."""
     return {name: each for name, each in members.named_children() if any(True for _ in each.parameters())}
 
 

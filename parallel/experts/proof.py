@@ -54,7 +54,7 @@ class Unproven:
     reason: str
 
     def named(self, name: str) -> "Unproven":
-        """Returns a copy of this result for the module ``name`` of equal code, shapes and settings."""
+        """Returns a copy of this result for another module, ``name``, with the same code, shapes and settings."""
         return replace(self, name=name)
 
 

@@ -42,7 +42,8 @@ def share_experts(
     """Applies expert parallelism to the modules in ``found``: sends token rows to the ranks of their experts, and
     results back.
 
-    Other layers of a block compute during the exchange of results, unless the model's code is ``compiled``.
+    Other layers of a block compute during the exchange of results, unless the model is ``compiled``.
+    ``tensor``: tensor-parallel axis. ``patches``: list that records the changes.
     """
     for each in found:
         module, block = model.get_submodule(each.name), None

@@ -90,6 +90,6 @@ def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
 
 
 def after_failure(server: S, step: Callable[[S], None]) -> None:
-    """Calls ``step(server)`` after a failure; requests to ``server`` then have a deadline of one second."""
+    """Calls ``step(server)`` after a failure; first sets the deadline of all requests to one second from now."""
     server.limit(1.0)
     step(server)

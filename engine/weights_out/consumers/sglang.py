@@ -34,8 +34,8 @@ class SglangServer(InferenceServer):
 
     Args:
         url: address of the server.
-        pause: treatment of running requests at a new version: "abort" aborts them, "retract" (the same as "wait")
-            computes them again, and "in_place" continues them with the new weights.
+        pause: treatment of running requests at a new version: "abort" aborts them, "retract" or "wait" computes
+            them again, and "in_place" continues them with the new weights.
         ranks: tensor x pipeline ranks of the server.
         transport: httpx transport that replaces the network, for tests.
     """
@@ -151,7 +151,7 @@ class SglangServers:
         return found
 
     def prepare(self, blocks: WeightBlocks) -> None:
-        """Opens the collective group for broadcasts from rank 0 to all servers, unless it is open.
+        """Opens the collective group in which ``commit`` broadcasts ``blocks`` to all servers, unless it is open.
 
         Raises:
             EngineError: a server fails; the message names it.

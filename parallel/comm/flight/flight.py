@@ -58,7 +58,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamWaits:
-    """Number, total time and total bytes of a rank's waits for one stream of collectives or messages."""
+    """Number, total time and total bytes of a rank's waits for communication of one kind, axis, name and peer."""
 
     kind: EventKind
     axis: str

@@ -160,7 +160,7 @@ class FlightRecorder:
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.USER, ended)
 
     def say(self, words: str) -> None:
-        """Writes the error message ``words``, with which this rank ends, to its log, unless the log already has one."""
+        """Writes ``words``, the final error message of this rank, to its log, unless the log already has one."""
         if self._map[layout.WORDS_AT] == 0:
             text = words.encode(errors="replace")[: layout.WORDS_BYTES - 1]
             self._map[layout.WORDS_AT : layout.WORDS_AT + len(text)] = text

@@ -44,7 +44,7 @@ def follow_sequences(model: nn.Module, plan: ContextPlan, patches: ForwardPatche
     """Patches the modules of ``model`` to run over sharded sequences according to ``plan``.
 
     A scan (a function that carries a state along positions) passes the state from rank to rank. Modules in
-    ``plan.gathered`` get full sequences.
+    ``plan.gathered`` get full sequences. ``patches``: list that records the changes.
     """
     relay_scans(model, patches)
     for one in plan.gathered:

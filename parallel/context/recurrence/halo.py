@@ -39,9 +39,9 @@ _Rows = Callable[[], Indices]
 def index_of_length(context: "GlobalTensorContext", have: Index, size: int, key: Hashable, near: _Rows) -> Index:
     """Returns the sharding of a result with ``size`` rows that is computed from rows sharded as ``have``.
 
-    It is ``have`` for the same number of rows, otherwise the sharding of this batch's sequence of length ``size``. If
-    there is none, each row is on the rank of its source row. ``near``: callback that returns the source row of each
-    result row. ``key``: cache key that identifies ``near``.
+    A result of as many rows as its source is sharded as ``have``; another, as this batch's sequence of length ``size``.
+    Without such a sequence, each row is on the rank of its source row. ``near``: callback that returns the source row
+    of each result row. ``key``: cache key that identifies ``near``.
     """
     if size == have.size:
         return have
@@ -120,7 +120,10 @@ def roll_positions(context: "GlobalTensorContext", func: Function, input: Any, s
 
 
 def flip_positions(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Computes ``torch.flip``; along a sharded dim, each row is sent to the rank of its new position."""
+    """Computes ``torch.flip``; along a sharded dim, each row is sent to the rank of its new position.
+
+    ``sizes``: the dims, unless ``dims`` is given.
+    """
     given = dims if dims is not None else sizes[0] if len(sizes) == 1 else sizes
     x = input
     for dim in reductions.dims_of(input, given):

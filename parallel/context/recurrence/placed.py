@@ -78,7 +78,7 @@ class PlacedTensor(GlobalTensor):
     ) -> "PlacedTensor":
         """Wraps ``local`` as a tensor that a single rank stores; on other ranks ``local`` is a meta tensor.
 
-        ``home``: (rank, number of the slice, such as ``x[:, t]``, that decided the rank). ``device``: device on that
+        ``home``: (rank that stores it, slice number from :meth:`SequenceState.next_age`). ``device``: device on that
         rank. ``carried``: True for a result of several slices, such as a recurrent state.
         """
         x: PlacedTensor = Tensor._make_wrapper_subclass(
@@ -239,11 +239,11 @@ def _leaves(values: Any) -> list[Any]:
 
 
 def run_on_one_rank(context: "GlobalTensorContext", func: Function, args: Any, kwargs: Any) -> Any:
-    """Runs ``func`` on the rank that stores the argument to which ``func`` writes, or else the newest slice among the
-    arguments.
+    """Runs ``func`` on the rank that stores the argument to which ``func`` writes.
 
-    Other arguments are sent there. A function that reads values on the host, writes into a plain tensor, or has a
-    sharded argument runs on all ranks instead.
+    If it writes to none, runs it on the rank that stores the newest slice among the arguments. Other
+    arguments are sent there. A function that reads values on the host, writes into a plain tensor, or has a sharded
+    argument runs on all ranks instead.
     """
     name = function_name(func)
     leaves = _leaves((args, kwargs))

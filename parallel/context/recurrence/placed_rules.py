@@ -150,7 +150,7 @@ def blank_of_placed(context: "GlobalTensorContext", func: Function, input: Any, 
 
 
 def gathered_or_blank(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs a function without a rule on every rank, on gathered arguments.
+    """Runs ``func``, which has no rule for sharded tensors, on every rank with gathered arguments.
 
     If it writes in place into an unwritten result of ``zeros_like``, this tensor becomes full without a gather.
     """
@@ -253,9 +253,9 @@ def stack_placed(context: "GlobalTensorContext", func: Function, tensors: Any, d
 
 
 def cat_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Computes ``cat`` of tensors on single ranks, also with sharded ones.
+    """Computes ``cat`` of tensors that single ranks store; some may be sharded instead.
 
-    With sharded ones the result is sharded, otherwise placed as by :func:`stack_placed`.
+    If any is sharded, the result is sharded, otherwise placed as by :func:`stack_placed`.
     """
     tensors = list(tensors)
     dim = positive_dim(dim, tensors[0].ndim)

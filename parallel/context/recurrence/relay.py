@@ -37,8 +37,8 @@ class Relay:
     def send(self, local: Tensor, source: int, targets: tuple[int, ...], label: str, device: torch.device) -> Tensor:
         """Sends ``local`` from rank ``source`` to the ranks ``targets``; all ranks call it.
 
-        Returns the sent values on these ranks and ``source``, elsewhere a tensor without elements. ``local`` has equal
-        shape, dtype and ``requires_grad`` on all ranks.
+        Returns the sent values on these ranks and ``source``, elsewhere a tensor without elements; all on ``device``.
+        ``local`` has equal shape, dtype and ``requires_grad`` on all ranks.
         """
         axis = self._axis
         size = local.numel() * local.element_size()

@@ -51,7 +51,8 @@ def relay_scans(model: nn.Module, patches: ForwardPatches) -> None:
     """Patches methods of ``model`` so that scan functions run on each rank's own positions.
 
     A scan takes and returns a state, which ranks pass on in order of position. A scan or custom autograd
-    function runs unchanged if a trial run on parts gives other results than on the full tensors.
+    function runs unchanged if a trial run on parts gives other results than on the full tensors. ``patches``: list
+    that records the changes.
     """
     relayed: dict[Any, Any] = {}
 

@@ -98,7 +98,7 @@ class CallRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Records the arguments of all module calls in the block in ``calls``, by forward pre-hooks."""
+        """Adds the arguments of all module calls during the block to ``calls``, by forward pre-hooks."""
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 handle = module.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)

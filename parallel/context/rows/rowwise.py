@@ -113,7 +113,7 @@ def _is_own(hook: Any) -> bool:
 def run_rowwise(model: nn.Module, found: Iterable[RowwiseModule], patches: ForwardPatches) -> None:
     """Patches the modules ``found`` to run on this rank's positions of arguments that are sharded along positions.
 
-    They get plain tensors; their results are sharded along positions.
+    They get plain tensors; their results are sharded along positions. ``patches``: list that records the changes.
     """
     known = {each.name: each.forms for each in found}
     modules = {name: model.get_submodule(name) for name in known}
