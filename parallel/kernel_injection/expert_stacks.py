@@ -65,8 +65,9 @@ class GroupedStack(NamedTuple):
         return f"{inner}{other}, {self.down}, all experts at once"
 
     def run(self, module: nn.Module, x: Tensor, numbers: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
-        """Returns the output [T, H] of ``module`` for the rows ``x`` [T, H], by grouped matrix products, without a host
-        wait.
+        """Returns the output [T, H] of ``module`` for the rows ``x`` [T, H], by grouped matrix products.
+
+        The host does not wait for the device.
 
         ``numbers`` [T, k]: indices of the k experts of each row; ``weights`` [T, k]: their routing weights. An index
         outside the range of experts adds nothing.
@@ -239,10 +240,10 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def injected_experts(found: GroupedStack, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward for a module with stacked experts; it computes the experts ``found`` by grouped matrix
-    products.
+    """Returns a forward for a module with stacked experts; grouped matrix products compute the experts.
 
-    Unsupported inputs, and experts with features sharded over tensor ranks, use the original forward ``own``.
+    ``found``: description of the experts. Unsupported inputs, and experts with features sharded over tensor ranks, use
+    the original forward ``own``.
     """
 
     @wraps(own)

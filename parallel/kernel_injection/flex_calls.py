@@ -37,7 +37,7 @@ _NAMES = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kerne
 def redirect_flex(model: nn.Module, patches: ForwardPatches) -> None:
     """Makes the modules of ``model`` call the engine's flex attention operator in place of PyTorch's.
 
-    The engine's operator can be traced, and accepts sharded tensors.
+    The engine's operator can be traced, and accepts sharded tensors. Removal of ``patches`` undoes this.
     """
     if _FLEX_MODULE not in sys.modules:
         return

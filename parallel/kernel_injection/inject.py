@@ -67,7 +67,7 @@ def _put_on(module: nn.Module, forward: Callable[..., Any], replacement: Replace
 def find_replacements(model: nn.Module, kernels: Kernels) -> list[tuple[Replacement, PutOn]]:
     """Returns (description, function) for each module of ``model`` that a fused operator can compute.
 
-    The function installs the operator on the module. ``model`` may be on the meta device.
+    Call ``function(patches)`` to install the operator on the module. ``model`` may be on the meta device.
     """
     forwards: dict[object, Callable[..., Any]] = {}
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))

@@ -105,8 +105,9 @@ def _rounds_alike(copy: nn.Module, forward: Callable[..., Any], x: Tensor) -> bo
 
 
 def injected_norm(found: NormModule, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward that computes the norm ``found`` with the fused operator; unsupported inputs use the original
-    ``own``.
+    """Returns a forward that computes a norm with the fused operator.
+
+    ``found``: description of the norm; ``own``: original forward, for unsupported inputs.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -256,8 +257,9 @@ def _gated_forms(roles: Mapping[str, str]) -> Iterator[GatedModule]:
 
 
 def injected_gated_mlp(found: GatedModule, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward that computes the gated MLP ``found`` with the fused operator; unsupported inputs use the
-    original ``own``.
+    """Returns a forward that computes a gated MLP with the fused operator.
+
+    ``found``: description of the MLP; ``own``: original forward, for unsupported inputs.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -338,7 +340,10 @@ def _kind(child: nn.Module) -> Activation | None:
 
 
 def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward that computes the linear layer ``found``, sharded or not, and then its activation."""
+    """Returns a forward that computes a linear layer, sharded or not, and its activation.
+
+    ``found``: description of both.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return activate(type(self).forward(self, *args, **kwargs), None, found.activation, kernels)

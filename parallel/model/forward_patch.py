@@ -176,7 +176,7 @@ class ForwardPatches:
 
 
 def through_class(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks ``forward`` as a replacement that calls the forward of the module's class; returns ``forward``."""
+    """Marks ``forward`` as a module's forward that calls the forward of the module's class; returns ``forward``."""
     vars(forward)[_THROUGH_CLASS] = True
     return forward
 

@@ -28,8 +28,8 @@ def materialize(
 ) -> tuple[str, ...]:
     """Initializes the meta parameters in ``names``, and all meta buffers, on ``device``, without communication.
 
-    ``keep`` cuts a full parameter to this rank's shard. Values depend on ``seed`` and the module's name. Parameters
-    remain the same objects.
+    ``keep`` cuts a full parameter to this rank's shard. Values depend on ``seed`` and the name of the parameter's block
+    or module. Parameters remain the same objects.
 
     Returns the names of parameters that the model's ``__init__`` changes after their initialization; these changes are
     lost.

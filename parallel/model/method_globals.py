@@ -23,8 +23,8 @@ def replace_in_methods(
 ) -> None:
     """Makes methods of the modules of ``model`` read other values of global variables.
 
-    ``choose`` returns the replacement of a global's value, or the value itself. ``libraries``: True to patch also
-    methods of libraries such as transformers. ``layer``, ``note``: position and effect of the patches.
+    ``choose(value)`` returns the replacement of a global's value, or ``value`` itself. ``libraries``: True to patch
+    also methods of libraries such as transformers. ``layer``, ``note``: position and effect of the patches.
     """
     found = _Copies(choose)
     by_class: dict[type, dict[str, FunctionType]] = {}

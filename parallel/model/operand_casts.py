@@ -49,8 +49,8 @@ class OperandCasts(QuietMode):
     def forward(self, whole: bool) -> Iterator[None]:
         """Casts operands of different dtypes in the forward inside the context.
 
-        ``whole``: True for a forward of the whole model. Later forwards run without this mode if this forward needs no
-        cast.
+        ``whole``: True for a forward of the whole model. If the first such forward needs no cast, later forwards with
+        the same grad mode do not cast.
         """
         kind = torch.is_grad_enabled()
         if not self._needed.get(kind, True):

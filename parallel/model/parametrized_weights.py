@@ -22,9 +22,9 @@ _PUT_ON = "_activate_lora"
 
 
 def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches PEFT's adapters of single parameters.
+    """Patches the modules by which PEFT adapts one parameter of a module, such as a stack of expert weights.
 
-    A call of such an adapter then leaves the parameters of the adapted module unchanged.
+    A call then leaves the parameters of the adapted module unchanged. Removal of ``patches`` undoes this.
     """
     for module in model.modules():
         if _adapts(module):

@@ -110,10 +110,10 @@ class RandomStreams:
 
     @contextmanager
     def forward(self, *key: int, host: bool | None = None) -> Iterator[None]:
-        """Seeds the random generators for the forward of one microbatch inside the context. ``key``: (seed, step, ...).
+        """Seeds the random generators for the forward of one microbatch inside the context.
 
-        Run backward outside the context. ``host``: True if the forward draws from Python's or NumPy's generators; None
-        if unknown.
+        ``key``: (seed, step, microbatch). Run backward outside the context. ``host``: True if the forward draws from
+        Python's or NumPy's generators; None if unknown.
         """
         if not self._hooked:
             self._install()
@@ -323,7 +323,7 @@ class HostDraws:
                 self.keyed, self._watched = False, None
 
     def unit(self, seed: int) -> None:
-        """Seeds Python's and NumPy's generators with ``seed`` at the start or end of a traced module."""
+        """Seeds Python's and NumPy's generators with ``seed`` at the start or end of a module."""
         self._look()
         self._seed(seed, watch=self._watched is not None)
 
@@ -374,7 +374,7 @@ class HostDraws:
 def highest_draws() -> Iterator[None]:
     """Makes the next draws from Python's and NumPy's generators the highest possible numbers inside the context.
 
-    The end of the context restores both generators. Layer drop (``random() < p``) thus drops no layer.
+    Layer drop (``random() < p``) thus drops no layer. The end of the context restores both generators.
     """
     before = HostState.take()
     host_extreme(True).put()

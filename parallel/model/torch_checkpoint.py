@@ -20,7 +20,7 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 class Regions(Protocol):
-    """Interface of a forward in progress. ``inside``: True while a traced module runs.
+    """Interface of a forward in progress. ``inside``: True in a module that the trace records as one call.
 
     ``regions``: options of the ``torch.utils.checkpoint`` calls in progress.
     """
@@ -55,9 +55,9 @@ def open_checkpoints(recompute: bool) -> Iterator[None]:
 
 @contextmanager
 def spread_checkpoints(run: Regions) -> Iterator[None]:
-    """Disables recomputation inside the context, for ``torch.utils.checkpoint`` calls around traced modules.
+    """Disables the recomputation of ``torch.utils.checkpoint`` calls inside the context while ``run.inside`` is False.
 
-    ``run.regions`` contains the options of these calls while they run.
+    ``run``: forward in progress; ``run.regions`` contains the options of these calls while they run.
     """
     original = getattr(module, _GENERATOR)
 

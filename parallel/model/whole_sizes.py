@@ -118,7 +118,10 @@ class PartParameter(WholeSizes, nn.Parameter):
 
 
 def answer_whole(parameter: nn.Parameter, shape: tuple[int, ...], running: RunningModules) -> None:
-    """Makes ``parameter``, a sharded ``nn.Parameter``, show the full sizes ``shape`` to the user's code."""
+    """Makes ``parameter``, a sharded ``nn.Parameter``, show the full sizes ``shape`` to the user's code.
+
+    Inside the modules counted by ``running``, it shows the sizes of the shard.
+    """
     untyped: Any = parameter
     untyped._whole_shape, untyped._running_modules = torch.Size(shape), running
     untyped.__class__ = PartParameter

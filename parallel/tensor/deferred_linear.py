@@ -75,7 +75,9 @@ class LinearSpec(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Optional inputs of :func:`deferrable_linear`: a tensor saved in place of x, and a token for backward order."""
+    """Optional inputs of :func:`deferrable_linear`: a tensor to save in place of x, and a tensor with an autograd node
+    that runs after the product's backward.
+    """
 
     kept: Tensor | None = None
     """Tensor saved for backward in place of x, from which the deferral policy restores x."""
@@ -219,7 +221,7 @@ class FusedForward:
 def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:
     """Makes the linear layer ``layer`` apply ``activation`` to its output, in the matrix product's kernel if possible.
 
-    ``kernels``: implementation for a replicated layer; a sharded layer has its own.
+    ``kernels``: implementation for a replicated layer; a sharded layer has its own. Removal of ``patches`` undoes this.
     """
     note = f"computes the activation {activation} in its product's kernel"
     if activation == "none":

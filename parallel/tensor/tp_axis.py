@@ -46,7 +46,7 @@ Listener = Callable[[Any, Node | None], None]
 
 
 class Overlap(NamedTuple):
-    """Condition for an overlap of compute and collectives: device types, and a minimum of ``bytes``."""
+    """Condition for an overlap of compute and collectives: device types, and minimum ``bytes`` per chunk sent."""
 
     devices: frozenset[str] = frozenset(ACCELERATORS)
     bytes: int = 1 << 20
@@ -56,7 +56,7 @@ class Repeats(Protocol):
     """Interface of a cache for results of collectives in forward; recomputation reads it instead of communicating."""
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Runs the collective that ``start`` launches and caches ``result``, or in recomputation restores ``result``.
+        """Launches a collective by ``start()`` and caches its ``result``; in recomputation restores ``result`` instead.
 
         Returns a handle to wait for. ``given``: input of the collective, which may overwrite it.
         """
@@ -122,10 +122,10 @@ class TensorAxis:
             self.dry = before
 
     def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports the collective ``op`` on the full tensor ``whole`` to ``listener``, only in a run without
-        communication.
+        """Reports the collective ``op`` to ``listener``, only in a run without communication.
 
-        ``made``: in backward, the forward result with the autograd node that runs the collective; None in forward.
+        ``whole``: the full tensor. ``made``: None in forward; in backward, the forward result with the autograd node
+        that runs the collective.
         """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         if not self.dry or self.listener is None or isinstance(whole, FakeTensor):

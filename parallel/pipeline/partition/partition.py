@@ -73,14 +73,15 @@ def units_for_split(model: nn.Module, split: Split, stages: int) -> Units | None
 def make_cut(
     trace: ModelTrace, stages: int, split: Sequence[str] | None = None, costs: Sequence[float] | None = None
 ) -> Partition:
-    """Cuts a traced forward into ``stages`` stages of even cost, or before the module calls that ``split`` names.
+    """Cuts a traced forward into ``stages`` stages of even cost, or before the module calls in ``split``.
 
     Args:
+        split: "name" or "name:number of earlier calls" of each module call; None: stages of even cost.
         costs: cost of each module call; default: FLOPs.
 
     Raises:
-        PlanError: there are too few calls of blocks; ``split`` has unknown, missing or unordered calls; or a tensor
-            cannot be sent between stages.
+        PlanError: there are too few calls of blocks; ``split`` has unknown or unordered calls, or a wrong number of
+            calls; or a tensor cannot be sent between stages.
     """
     if split is not None:
         return _cut_at(trace, _read_split(trace, stages, split))

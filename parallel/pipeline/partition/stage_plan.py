@@ -264,7 +264,10 @@ _SOURCE, _SINK = ("source", 0), ("sink", 0)
 
 
 class VertexCut:
-    """Weighted graph; :meth:`solve` finds the cheapest vertices that separate a source from the vertices ``wanted``."""
+    """Weighted graph; :meth:`solve` finds the cheapest vertices that block all paths from a source to the targets.
+
+    ``wanted``: the targets.
+    """
 
     def __init__(self, wanted: Iterable[int]) -> None:
         self._room: dict[_Node, dict[_Node, float]] = defaultdict(lambda: defaultdict(float))

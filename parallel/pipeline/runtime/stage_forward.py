@@ -166,10 +166,10 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
-        """Stores the tensors to send from ``out``, a result of a call or operation, and returns ``out``.
+        """Stores the tensors to send, taken from ``out``, a result of a call or operation; returns ``out``.
 
         ``output``: structure of ``out``. ``writes``: (position in ``arguments``, value number) of tensors written in
-        place. In the returned ``out``, a view replaces each sent tensor with a hook.
+        place. In the returned ``out``, each sent tensor that has a hook is replaced by a view.
         """
         leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):

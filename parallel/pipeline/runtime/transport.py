@@ -241,7 +241,7 @@ class ReceiveBuffers:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns a contiguous buffer of ``shape`` and ``dtype`` with arbitrary content, reused or new.
 
-        The caller may give other code only aliases (``detach``) of the buffer.
+        Pass only aliases (``detach``) of the buffer to other code.
         """
         shelf = self._free.get((shape, dtype))
         tensor = shelf.pop() if shelf else torch.empty(shape, dtype=dtype, device=self._device)

@@ -73,7 +73,7 @@ class DependencyGraph:
         ]
 
     def with_rendezvous(self, receives_ahead: int) -> Columns:
-        """Returns the dependencies between actions, as columns, if a send blocks until its receive is posted.
+        """Returns the dependencies between actions as columns, for sends that block until their receives are posted.
 
         Entry i of a column is the number of an action that must precede action i, or -1. ``receives_ahead``: number of
         following actions for which a rank posts receives.

@@ -268,7 +268,7 @@ def _held(kind: ScheduleKind, virtual_stages: int) -> int:
 def training_schedule(
     kind: str, ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None
 ) -> Schedule:
-    """Returns the training schedule that ``kind`` names: a kind, or the path of a schedule file.
+    """Returns a training schedule. ``kind``: name of a kind of schedule, or path of a schedule file.
 
     "auto" gives 1f1b. ``cost``: times of a rank's share of the model, for zb-h1 and zb-v.
 

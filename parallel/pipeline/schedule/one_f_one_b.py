@@ -77,7 +77,7 @@ def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
 def looped_bfs(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
     """Makes the breadth-first schedule (Lamy-Poirier 2022): a stage runs all microbatches before the rank's next stage.
 
-    The activations of all microbatches are live on every rank.
+    A rank has ``virtual_stages`` stages. The activations of all microbatches are live on every rank.
     """
     return _breadth_first("looped-bfs", ranks, microbatches, virtual_stages)
 

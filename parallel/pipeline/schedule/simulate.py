@@ -161,10 +161,11 @@ Releases = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:
-    """Returns, for each action of each rank, positions of earlier actions with sends to wait for before this action.
+    """Returns, for each action of each rank, the rank's earlier actions with sends that must complete before it.
 
-    Only sends to a neighbouring stage are listed. The waits delay no rank at the default :class:`Cost`, and cannot
-    deadlock at any cost. ``receives_ahead``: number of following actions for which a rank posts receives.
+    Each is given by its position among the rank's actions. Only sends to a neighbouring stage are listed. The waits
+    delay no rank at the default :class:`Cost`, and cannot deadlock at any cost. ``receives_ahead``: number of following
+    actions for which a rank posts receives.
 
     Raises:
         ScheduleError: the schedule is incomplete or stuck.

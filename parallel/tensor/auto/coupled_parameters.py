@@ -79,8 +79,8 @@ class NeededRows:
     def of_ranks(self, row: str, inputs: Sequence[SharedInput], tp: int) -> Needed:
         """Finds the weight rows that each of ``tp`` ranks needs for its slices of ``inputs``, by backward runs.
 
-        Returns a dict from weight name to bool masks, indexed [rank][dim]. ``row``: cache key, a different one for
-        other ``inputs``.
+        Returns bool masks by weight name, indexed [rank][dim]: True for each needed index of the dim. ``row``: cache
+        key, a different one for other ``inputs``.
         """
         if (row, tp) not in self._seen:
             more = next((size for known, size in self._seen if known == row and size % tp == 0), None)

@@ -51,8 +51,8 @@ class WholeWeightError(Exception):
 class Parts:
     """Factors of a low-rank parameter A B' + P v' + u Q', in which ' is the transpose.
 
-    A factor has the dims of the parameter, then one dim for its columns. Dims that belong to the other factor have size
-    one.
+    P and Q are zeros, the only autograd leaves. A factor has the dims of the parameter, then one dim for its columns.
+    Dims that belong to the other factor have size one.
     """
 
     random: tuple[Tensor, Tensor]

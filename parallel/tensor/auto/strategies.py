@@ -29,7 +29,7 @@ class ShardingStrategy(NamedTuple):
     """Sharding strategy of one parameter group. ``how``: "local" (plain shards), "local+" (divided attributes too),
     "view" (DTensors) or "replicate".
 
-    ``styles``: style of each module or parameter, by name in the block.
+    ``styles``: style, such as "column" or "partial", of each module or parameter, by name in the block.
     """
 
     how: str

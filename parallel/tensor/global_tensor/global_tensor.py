@@ -212,7 +212,7 @@ def has_views(args: Any, kwargs: Any) -> bool:
 
 
 def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["GlobalTensorContext", Any, Any]:
-    """Prepares a call that mixes global tensors over the axes "tp" and "cp": wraps each one over "tp" in one over "cp".
+    """Prepares a call that mixes global tensors over the axes "tp" and "cp": wraps each "tp" tensor in a "cp" tensor.
 
     Returns (context over "cp", arguments, keyword arguments). Without a tensor over "cp" nothing changes.
     """

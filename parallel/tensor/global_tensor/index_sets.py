@@ -115,7 +115,7 @@ class Index:
 
     @cached_property
     def order(self) -> Indices:
-        """Position of each index in the concatenation of all shards in rank order, if :attr:`even` is True."""
+        """Position of each index in the concatenation of all shards in rank order; valid only if :attr:`once`."""
         return np.argsort(np.concatenate(self.ranks))
 
     @cached_property
@@ -138,7 +138,7 @@ class Index:
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
-        """Returns the sharding of rows that ``ranges`` describe; None if every rank stores all rows."""
+        """Returns the sharding given by ``ranges`` of rows, each with its ranks; None if every rank stores all rows."""
         held = [[np.arange(r.start, r.stop) for r in ranges if rank in r.holders] for rank in range(ranks)]
         size = max(r.stop for r in ranges)
         return index_of([np.sort(np.concatenate(pieces or [np.arange(0)])) for pieces in held], size)

@@ -88,8 +88,8 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
     """Returns this rank's shard of the plain tensor ``plain``, with dim i sharded as ``wanted[i]``.
 
-    Partial gradients of ``plain`` are summed over the ranks: at the end of the step for parameters that the tensor plan
-    calls partial, otherwise in backward.
+    Partial gradients of ``plain`` are summed over the ranks: at the end of the step for parameters that pass
+    ``context.sums_once``, otherwise in backward.
     """
     if plain.requires_grad and context.plain is PlainGradient.EQUAL:
         # the gradient is complete only after a sum or a gather: once a step, or here

@@ -68,6 +68,7 @@ def place_dropouts(parent: nn.Module, layer: nn.Module, stream: int | None, patc
     """Sets the random stream of each ``lora_dropout`` in ``parent``, the PEFT layer around the sharded ``layer``.
 
     ``stream``: number of a random stream that is equal on all tensor ranks; None: a different stream on each rank.
+    Removal of ``patches`` undoes this.
     """
     dropouts: Any = getattr(parent, "lora_dropout", None)
     for module in dropouts.values() if isinstance(dropouts, nn.ModuleDict) else ():

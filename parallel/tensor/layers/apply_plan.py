@@ -80,7 +80,7 @@ def apply_plan(
     """Shards ``model`` in place for this tensor rank by ``plan``. Returns the context of its global tensors.
 
     Parameter objects and state-dict names do not change. The model may be on the meta device. ``already_cut``: names of
-    parameters that already contain this rank's shard. Communicates nothing.
+    parameters that already contain this rank's shard. ``patches`` records the changes to modules. Communicates nothing.
     """
     parameters = dict(model.named_parameters())
     installer = _Installer(model, plan, axis, patches)

@@ -59,7 +59,7 @@ class Region:
     def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Shared:
         """Returns the copy of ``x`` that all column layers of this region share.
 
-        ``again`` True: another input of the same forward; otherwise a second call by one ``layer`` begins a new
+        A second call by the same ``layer`` begins a new forward. ``again`` True: it adds an input to the running
         forward.
         """
         if not self._entered or (id(layer) in self._entered and not again):

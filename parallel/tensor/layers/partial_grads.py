@@ -21,7 +21,10 @@ LABEL = "replicated gradients"
 
 
 class PartialSums:
-    """Sum of partial gradients over "tp", in place, by an all-reduce. All ranks must pass the same parameters."""
+    """Function object that sums partial gradients, passed by parameter name, over "tp" in place by an all-reduce.
+
+    All ranks must pass the same parameters.
+    """
 
     def __init__(self, table: ShardTable, comm: Comm) -> None:
         self._rows = {row.name: row for row in table if row.partial}

@@ -226,7 +226,7 @@ def _nodes_before(last: Node | None) -> set[Node]:
 def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, rank: int = 0) -> dict[int, Tally]:
     """Returns the traffic of ``rank`` for forward and backward of one microbatch, by index into ``timeline.calls``.
 
-    Each value counts collectives and bytes by axis and label.
+    Each value counts collectives and bytes by axis and label. ``sent``: recorded collectives of the microbatch.
     """
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(timeline.calls):

@@ -28,8 +28,8 @@ class PositionLayer(nn.Module):
 def run_on_positions(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs ``forward`` on this rank's sequence positions of all arguments; results are global tensors.
 
-    ``forward`` must compute each position independently. Without an argument sharded along a sequence, calls
-    ``forward``.
+    ``forward`` must compute each position independently. Without an argument sharded along a sequence,
+    ``forward`` gets the arguments as given.
     """
     args, kwargs = map_leaves(_entered, (args, kwargs))
     positions = [each for each in global_tensors_in(args, kwargs) if _has_positions(each)]

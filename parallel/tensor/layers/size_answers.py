@@ -24,10 +24,10 @@ _WHOLE, _RUNNING = "_whole_values", "_running_modules"
 
 
 class WholeSizeAnswers:
-    """Installer of patches that show full shapes and integer attributes of sharded layers to other code.
+    """Installer of patches that make sharded layers show full sizes to code outside their blocks.
 
-    Code inside a running block reads the sizes of shards. Construct the installer before sharding, and call
-    :meth:`install` after sharding. ``plan``: None installs nothing.
+    Sizes are shapes and integer attributes. Code inside a running block reads the sizes of shards. Construct the
+    installer before sharding, and call :meth:`install` after sharding. ``plan``: None installs nothing.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None) -> None:

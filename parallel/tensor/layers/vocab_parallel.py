@@ -95,7 +95,7 @@ class HeadLayer(nn.Module):
         return ShardedLogits.wrap(logits_W, vocabulary)
 
     def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
-        """Returns (this rank's tensor of ``x_D``, settings with which the product gathers it over "tp")."""
+        """Returns (plain tensor, settings): ``x_D`` or its sequence shard, and settings to gather it over "tp"."""
         dim = None
         if type(x_D) is GlobalTensor:
             dim = stream_dim(x_D)

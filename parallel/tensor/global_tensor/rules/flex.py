@@ -50,7 +50,7 @@ def _part(context: "GlobalTensorContext", sets: Sets, device: torch.device) -> F
 
 
 def on_ranks(context: "GlobalTensorContext", made: Any, shape: Shape, sets: Sets) -> Any:
-    """Wraps this rank's results ``made`` of flex attention as global tensors sharded as ``sets``.
+    """Wraps ``made``, this rank's results of flex attention, as global tensors sharded as ``sets``.
 
     ``shape``: full shape of the output.
     """

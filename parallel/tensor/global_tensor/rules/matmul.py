@@ -54,10 +54,10 @@ def multiply_parts(
     run: Callable[..., Tensor],
     bias: Tensor | None = None,
 ) -> GlobalTensor | Tensor:
-    """Runs the product ``run`` on this rank's shards of ``tensors``; sums partial results over the ranks.
+    """Calls ``run`` to multiply this rank's shards of ``tensors``; sums partial results over the ranks.
 
-    ``product``: letters of the operands' dims; ``bias``: tensor added after the sum, or None. Operands with unsuitable
-    shards are gathered first.
+    ``product``: einsum letters of the operands' dims; ``bias``: tensor added after the sum, or None. Operands with
+    unsuitable shards are gathered first.
 
     Raises:
         NoRuleError: the sizes of the operands do not agree.
@@ -181,8 +181,8 @@ def fused_linear(
 ) -> Any:
     """Runs the fused linear operator ``kernels.ops.linear.linear`` on this rank's shards of ``x`` and ``weight``.
 
-    ``rest``: bias, form (activation, memory order of the weight) and kernels. Activation and ``residual`` follow after
-    the sum over the ranks.
+    ``rest``: bias, form (activation, memory order of the weight) and kernels. The activation is applied, and
+    ``residual`` added, after the sum over the ranks.
     """
     bias, form, kernels = rest
     rows, plain = "abcdefgh"[: x.ndim - 1], form._replace(activation="none")

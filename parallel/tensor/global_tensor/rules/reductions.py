@@ -223,7 +223,10 @@ def variance(
     keepdim: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Runs ``var`` or ``std`` on this rank's shard of ``input``; two all-reduces if a reduced dim is sharded."""
+    """Runs ``var`` or ``std`` on this rank's shard of ``input``.
+
+    Returns a plain tensor, after two all-reduces, if a reduced dim is sharded; otherwise a global tensor.
+    """
     correction = kwargs.get("correction")
     if correction is None:
         correction = 1 if unbiased is None or unbiased else 0

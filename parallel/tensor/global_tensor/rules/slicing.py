@@ -60,7 +60,7 @@ def _joined(layouts: list[Layout], dim: int, ranks: int) -> Layout:
 def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
     """Returns the slice ``taken`` of the global tensor ``x`` along ``dim``; each rank slices its shard.
 
-    A single index of a sharded dim is sent to all ranks, and the result is a plain tensor.
+    For a single index of a sharded dim, all ranks get its elements as a plain tensor.
     """
     context, index = x.views, x.sets[dim]
     bounds = taken.indices(x.full[dim])
@@ -128,7 +128,7 @@ def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int 
 
 
 def split(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``split`` of a global tensor into slices of one size, or of the given sizes, all of the full tensor."""
+    """Runs ``split`` of a global tensor into slices; a size in the arguments is a size of the full tensor."""
     x, sizes, dim = _split_arguments(*args, **kwargs)
     length = x.full[dim]
     if (sizes < 1) if isinstance(sizes, int) else (sum(sizes) != length):
