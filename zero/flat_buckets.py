@@ -104,9 +104,9 @@ class FlatBucket:
         return None if self.master is None or self.master.dtype == self.kept.dtype else self.master
 
     def place(self, slot: Slot, given: Tensor) -> None:
-        """Copies ``given``, the full values of one parameter, to its range ``slot`` in the bucket: this rank's elements
-        to ``kept`` (its own parameters) and the master weights, and all elements to ``params`` unless the bucket is
-        sharded (ZeRO 3).
+        """Copies ``given``, the full values of the parameter with the range ``slot``, into the bucket. This rank's
+        elements go to ``kept`` and the master weights. All elements go to ``params``, unless the bucket is sharded
+        (ZeRO 3).
         """
         flat = given.reshape(-1)
         start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)
@@ -171,8 +171,8 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
 
 
 def storages_of(parameter: nn.Parameter) -> Storages | None:
-    """Returns the storage objects of single parameters in the bucket of ``parameter``, by (address, bytes). Returns
-    None if the parameter is in no bucket.
+    """Returns the parameters' own storage objects, by (address, bytes), for the bucket of ``parameter``. Returns None
+    if the parameter is in no bucket.
     """
     made = vars(parameter).get("__reduce_ex__")
     storages: Storages | None = made.args[1] if isinstance(made, partial) and made.func is _reduce else None

@@ -97,7 +97,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``start:stop`` of a bucket that belong to one parameter group of the optimizer and to one data rank."""
+    """Elements ``start:stop`` of a bucket that belong to parameter group number ``group`` of the optimizer."""
 
     group: int
     start: int
@@ -203,9 +203,8 @@ def build_layout(
 ) -> FlatLayout:
     """Distributes the parameters ``items``, in model order, to buckets for ``ranks`` data ranks. Returns the layout.
 
-    A bucket has at most ``bucket_elements`` elements, or one larger parameter. At ZeRO 3 the parameters of a gather
-    group form one bucket of any size. Parameters in a bucket are sorted by optimizer group. In a group, parameters on
-    several tensor ranks are last (except in :attr:`Bucket.late` buckets).
+    A bucket has at most ``bucket_elements`` elements, or one parameter that is larger. At ZeRO 3 the parameters of a
+    gather group form one bucket of any size. Parameters in a bucket are sorted by optimizer group.
 
     Args:
         alignment: number of elements, a multiple of ALIGNMENT; each parameter starts at a multiple of it.

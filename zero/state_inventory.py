@@ -157,8 +157,8 @@ class StateTensor:
         return self._slot(element)[0]
 
     def place(self, element: int) -> int:
-        """Returns the offset of ``element``, an index into this tensor, from the first element of its parameter in this
-        tensor.
+        """Returns the position of ``element``, an index into this tensor, among the tensor's elements of the same
+        parameter.
         """
         return element - self._slot(element)[1]
 

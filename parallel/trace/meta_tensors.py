@@ -137,8 +137,8 @@ class MetaTwins:
             return operation.run_with(tree_map(zeros, operation.args), tree_map(zeros, dict(operation.kwargs)))
 
     def lift(self, out: Any, operation: Operation) -> Any:
-        """Converts ``out``, the result of ``operation`` on zeros, to meta twins with autograd edges to the operation's
-        inputs.
+        """Converts ``out``, the result of running ``operation`` on zeros, to meta twins with autograd edges to the
+        operation's inputs.
         """
         inputs = [self.of(tensor) for tensor in operation.tensors]
 

@@ -83,8 +83,8 @@ other tensors.
 
 @dataclass
 class Material:
-    """Data of a trace for measurements of time and memory: arguments of the calls, and bytes that operations between
-    them save for backward.
+    """Data of a trace for measurements of time and memory: arguments of the calls, and the bytes that each operation
+    between two calls saves for backward.
     """
 
     arguments: list[Arguments] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Size of the tensor in bytes: the size of one transfer between stages."""
+        """Size of the tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 

@@ -73,7 +73,9 @@ class UncutPathError(PlanError):
 
 
 class TensorProvenance:
-    """Record of the origin of every tensor in one traced forward, and of obstacles to pipeline stages."""
+    """Record of the origin of every tensor in one traced forward, and of code that prevents a division into pipeline
+    stages.
+    """
 
     def __init__(self, model: nn.Module, twins: MetaTwins) -> None:
         self.values: list[Value] = []
@@ -169,7 +171,7 @@ class TensorProvenance:
         return number
 
     def hook(self, tensor: Tensor) -> None:
-        """Marks the traced tensor ``tensor`` as having a user's gradient hook. Ignores tensors that are not traced."""
+        """Records that user code has registered a gradient hook on ``tensor``. Ignores tensors that are not traced."""
         number = self.number.get(id(tensor))
         if number is not None:
             self.values[number] = replace(self.values[number], hooked=True)

@@ -31,8 +31,8 @@ _LEAVES = frozenset((int, float, bool, str, type(None)))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns ``tree`` with ``function`` applied to every leaf, as ``torch.utils._pytree.tree_map``, but every tensor
-    is one leaf.
+    """Returns ``tree`` with ``function`` applied to every leaf, like ``torch.utils._pytree.tree_map``. Every tensor is
+    one leaf.
     """
     kind = type(tree)
     if kind in _LEAVES or isinstance(tree, Tensor):

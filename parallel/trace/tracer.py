@@ -49,10 +49,10 @@ def trace_model(
     Args:
         units: modules to record as one call each; default: the units of ``find_units``, divided further as ``stages``
             require.
-        stages: number of pipeline stages; with fewer blocks, ModuleLists and Sequentials inside blocks are divided too,
-            then lists of modules of different classes.
-        device: device of the tensors that the model's code sees; default: the parameters' device, or the CPU instead of
-            meta.
+        stages: number of pipeline stages. If the model has fewer blocks, ModuleLists and Sequentials inside blocks are
+            divided too, then lists of modules of different classes.
+        device: device of the tensors that the model's code sees; default: the parameters' device, or the CPU if all are
+            on meta.
         material: object that receives arguments and memory of the calls, for measurements.
 
     Raises:

@@ -47,8 +47,8 @@ class Said:
 
 
 class GatherRounds:
-    """Agreement of data ranks on unplanned parameter gathers (ZeRO 3). Each round is one all-gather between their
-    hosts, label "gather round".
+    """Agreement of data ranks on unplanned parameter gathers (ZeRO 3). Each round is one all-gather in host memory,
+    label "gather round".
 
     ``buckets``: number of buckets, the same on all ranks.
     """
@@ -118,8 +118,8 @@ class PassCalls:
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions in the gather order that a backward reaches a second time, or after a lower position. Their
-        parameters may have been freed by then.
+        """Positions in the gather order that a backward, in reverse order of the calls, reaches after the same or a
+        lower position. Their parameters may have been freed by then.
         """
         again, lowest = set(), None
         for position in reversed(self._positions):

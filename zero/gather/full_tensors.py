@@ -49,8 +49,8 @@ class HeldPart:
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
-        """Divides the elements of ``written`` that differ from :meth:`given` by ``factor``, and stores them in
-        ``values``. Returns True if any differs. Synchronizes the device.
+        """Stores in ``values`` the elements of ``written`` that differ from :meth:`given`, after a division by
+        ``factor``. Returns True if any differs. Synchronizes the device.
         """
         written = written.to(self.values.device)
         changed = written != self.given()
@@ -220,8 +220,8 @@ def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], ca
 def check_holders(
     written: Mapping[str, Tensor], rows: Sequence[ShardRow], call: str, comm: Comm, device: torch.device
 ) -> None:
-    """Raises if stages with a tied parameter of ``rows``, or tensor ranks with an unsharded one, have written different
-    values into it. Collective.
+    """Raises if ranks that share a parameter in ``rows`` (tied between stages, or unsharded on tensor ranks) have
+    written different values into it. Collective.
 
     ``written``: parameter name -> digest of its values on this rank. ``call``: name of the public method, for the
     message.

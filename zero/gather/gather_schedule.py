@@ -40,8 +40,8 @@ class GatherOrder:
     """First position that each stage's backward reaches; earlier groups are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Returns the indices in ``turns`` of the gather groups (modules gathered together) that the forward or
-        backward ``walk`` uses, in order of use.
+        """Returns the indices in ``turns`` of the gather groups (modules gathered together) used by ``walk``, a forward
+        or backward, in order of use.
         """
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
@@ -56,8 +56,8 @@ class GatherOrder:
         return frozenset.intersection(*self.members)
 
     def at_start(self, walk: Action | None) -> frozenset[int]:
-        """Returns the indices of the buckets that the first gather group of ``walk``, a forward or backward, needs;
-        empty for None.
+        """Returns the indices of the buckets needed by the first gather group of ``walk``, a forward or backward.
+        Returns an empty set if ``walk`` is None.
         """
         positions = self.positions(walk) if walk else ()
         return self.members[positions[0]] if positions else frozenset()
@@ -144,9 +144,9 @@ def count_gathers(
 
     Args:
         pinned: indices of the buckets that stay gathered through the step.
-        secondary: indices of the buckets with secondary shards (ZeRO++ hpZ): only their first gather is over dp, later
-            ones are within the node.
-        counted: sharding axis of the buckets to count; None: all buckets.
+        secondary: indices of the buckets with secondary shards (ZeRO++ hpZ). Their first gather is over dp; their later
+            gathers are within the node.
+        counted: counts only buckets sharded over this axis; None: all buckets.
     """
     own = frozenset(index for index, each in enumerate(order.buckets) if counted in (None, each.spread.sharding))
     calls, times, calls_within, times_within = 0, [0] * len(order.buckets), 0, [0] * len(order.buckets)

@@ -109,8 +109,8 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ the passes of a step
 
     def start(self, passes: Sequence[Action]) -> None:
-        """Sets the forwards and backwards ``passes`` of a step. Between two of them, the buckets needed at the start of
-        the second stay gathered.
+        """Sets the forwards and backwards ``passes`` of a step. A bucket stays gathered between two passes if the
+        second needs it at its start.
 
         Drops secondary shards (ZeRO++ hpZ) from earlier forwards.
         """
@@ -410,7 +410,7 @@ class ParameterGatherer:
         self._whole.show(indices)
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
-        """Keeps a bucket gathered from now on if ``outputs`` of a module are views of the bucket's parameters."""
+        """Keeps a bucket gathered in later passes if ``outputs`` of a module are views of the bucket's parameters."""
         if self._pass is None:
             return
         found = frozenset(index for output in outputs if (index := self._whole.bucket_of(output)) is not None)

@@ -27,7 +27,8 @@ class LeftBucket:
 
 
 def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
-    """Attaches to each parameter of ``buckets`` the ranks that store its shards, for a later :func:`make_whole`.
+    """Records in each parameter of ``buckets`` its bucket and the ranks with its shards, for a later
+    :func:`make_whole`.
 
     Does nothing with several tensor or pipeline ranks; such models stay sharded.
     """

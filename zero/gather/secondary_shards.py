@@ -41,8 +41,8 @@ NO_SHARDS = SecondaryLayout()
 
 
 class SecondaryShards:
-    """Secondary shards of this rank, by bucket index (ZeRO++ hpZ). The data ranks of a node store each bucket divided
-    among them, so that later gathers stay within the node.
+    """Secondary shards of this rank, by bucket index (ZeRO++ hpZ). The data ranks of a node together store a copy of
+    each bucket, so that repeated gathers stay within the node.
 
     Args:
         comm: all-gathers between the data ranks of a node, label "parameters within nodes".

@@ -40,8 +40,8 @@ class ShardArrival:
         self._copied = copied
 
     def before(self, gather: Pending) -> Pending:
-        """Returns ``gather``, the handle of the all-gathers. With one data rank, returns a handle of the copies
-        instead.
+        """Returns the handle to wait for: ``gather`` (of the all-gathers), or with one data rank a handle of the
+        copies.
         """
         return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
 
@@ -209,7 +209,8 @@ class UnshardedBuckets:
         """Gathers the buckets ``indices`` again, because another data rank needs them. All data ranks must pass the
         same ``indices``.
 
-        Afterwards, the buckets in ``wanted`` and all that were readable before are readable; the others are freed.
+        Afterwards, the buckets in ``wanted``, and the buckets that were readable before, are readable. Other buckets
+        that had no memory before are freed.
         """
         live, shown = indices & self.live, self._shown(indices)
         self.refuse_written(indices)
@@ -316,7 +317,9 @@ class UnshardedBuckets:
                     )
 
     def bucket_of(self, tensor: Tensor) -> int | None:
-        """Returns the index of the bucket that shares the memory of its full parameters with ``tensor``, or None."""
+        """Returns the index of the bucket that stores its full parameters in the memory of ``tensor``; None if no
+        bucket does.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return self._index_of.get(_memory(tensor)) if _has_memory(tensor) else None
 

@@ -258,8 +258,8 @@ class PageUse(Protocol):
 
 
 class MomentBuffers:
-    """Pool of ``count`` host memory buffers (pages) of ``size`` bytes, through which updates read and write moments on
-    disk.
+    """Pool of ``count`` host memory buffers (pages) of ``size`` bytes. An update reads moments from disk into a page,
+    and later writes the page back.
     """
 
     def __init__(self, count: int, size: int) -> None:

@@ -42,7 +42,9 @@ class DiskAgreement:
         self._comm, self._device = comm, device
 
     def first(self, own: bool) -> int | None:
-        """Returns the lowest rank that passes ``own`` = True; None if no rank does. One all-reduce of 8 bytes."""
+        """Returns the lowest rank with a failure; None if there is none. ``own``: True if this rank has one. One
+        all-reduce of 8 bytes.
+        """
         if self._comm.grid.world_size == 1:
             return 0 if own else None
         return first_rank(own, self._comm, self._device, LABEL)
@@ -153,8 +155,8 @@ class BucketFiles:
             state[place.weights][place.name] = place.of(page)
 
     def start_write(self, page: Tensor, state: MomentState, threads: Executor) -> BlocksUnderWay:
-        """Copies the moments in ``state`` to the host buffer ``page``, and starts to write it to the slot that is not
-        valid. Returns a handle. ``state`` then has memory-mapped views of this slot.
+        """Copies the moments in ``state`` to the host buffer ``page``, and starts to write it to the slot (file) that
+        is not valid. Returns a handle. ``state`` then has memory-mapped views of this file.
         """
         now = [state[place.weights][place.name] for place in self.places]
         there = [place.of(page) for place in self.places]

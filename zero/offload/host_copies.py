@@ -22,7 +22,9 @@ from engine.zero.layout import FlatLayout
 
 
 def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
-    """Returns the indices of the first buckets, just enough for the share ``ratio`` (0 to 1) of trainable elements."""
+    """Returns the indices of the first buckets, up to the one that completes the share ``ratio`` (0 to 1) of trainable
+    elements.
+    """
     chosen: list[int] = []
     elements = 0
     for bucket in layout.buckets:

@@ -92,8 +92,8 @@ class OffloadedStates:
             )
 
     def expire(self, kinds: Collection[str]) -> None:
-        """Marks the parameters as changed in place, if ``kinds`` contains "lp_params". A backward of an earlier forward
-        then raises RuntimeError. Call it before :meth:`offload`.
+        """Marks the parameters as changed in place, if ``kinds`` contains "lp_params" (parameters). Autograd then
+        raises RuntimeError in a backward of an earlier forward. Call it before :meth:`offload`.
         """
         if PARAMETERS in kinds and PARAMETERS not in self._moved:
             held = [each for each in self._inventory.model.parameters() if not isinstance(each, AbsentParameter)]

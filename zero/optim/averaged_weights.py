@@ -64,8 +64,9 @@ class WeightAverage:
         return {parameter: {FAMILY: average} for parameter, average in self._values.items()}
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Allocates the averages that a checkpoint load fills, and returns them as ``tensors`` does. Discards earlier
-        averages. Optimizer parameters without "ema/NAME" in ``stored`` (tensors by name) get no average.
+        """Allocates the averages that a checkpoint load fills, and returns them like ``tensors``. Discards earlier
+        averages. ``stored``: entries of the checkpoint; a parameter without the entry "ema/NAME", with its name as
+        NAME, gets no average.
         """
         self.forget()
         for place in self._places:

@@ -58,8 +58,8 @@ class FullShapes:
         return own if lines is None else lines.index(own)
 
     def lines(self, name: str, device: torch.device) -> Lines | None:
-        """Returns the indices of this rank's shard (by tensor and expert parallelism) along the sharded dim of the full
-        parameter ``name``; None if the parameter is not sharded.
+        """Returns the position of this rank's shard in the full parameter ``name``: its indices along the sharded dim,
+        as :class:`Lines`. Returns None if tensor and expert parallelism do not shard the parameter.
         """
         row = self.rows[name]
         if not row.sharded:

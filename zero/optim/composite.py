@@ -23,7 +23,7 @@ class CompositeOptimizer(FlatOptimizer):
     ``group["entry"]`` = i.
 
     Args:
-        groups: torch parameter groups; groups without parameters on this rank are empty.
+        groups: torch parameter groups with this rank's parameters; a group may be empty.
         makers: for each number, a function that makes the optimizer from its groups.
         kind: name in checkpoints and messages.
     """

@@ -30,8 +30,8 @@ from engine.zero.optim.bf16_updates import RoundedUpdates
 
 
 class UpdatePiece(NamedTuple):
-    """Slice ``part`` of a flat optimizer tensor. ``missed``: number of earlier updates in which its parameters had no
-    gradient; it is subtracted from their step count.
+    """Slice ``part`` of a flat optimizer tensor. ``missed``: number of earlier updates in which the slice's parameters
+    had no gradient. Their step count is smaller by this number.
     """
 
     part: slice
@@ -388,8 +388,8 @@ class Bookkeeping:
         )
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restores the copied step counts, learning rates and betas in ``optimizer``. Deletes tensors' state that was
-        made after the copy.
+        """Restores the copied step counts, learning rates and betas in ``optimizer``. Deletes the state of tensors that
+        had no state when the copy was made.
         """
         for group, before in zip(optimizer.param_groups, self.groups, strict=True):
             for key in [key for key in _COUNTED if key in group and key not in before]:

@@ -48,8 +48,8 @@ def make_inner(
 
 
 def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimizer:
-    """Returns ``inner`` if it is a built-in optimizer. ``key`` and ``ability``: configuration key, and a predicate such
-    as "update bucket by bucket", for the error message.
+    """Returns ``inner`` if it is a built-in optimizer. ``key``: configuration key that requires one. ``ability``: verb
+    phrase such as "update bucket by bucket", for the error message.
 
     Raises:
         ConfigError: ``inner`` is the user's own optimizer.
@@ -84,7 +84,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
     parameters. ``by``: name of the setting that shards the parameters, for the message.
 
     Raises:
-        ConfigError: the class is neither a known one nor marked ``elementwise``.
+        ConfigError: the class is no element-wise optimizer of torch, and does not set ``elementwise = True``.
     """
     kind = type(optimizer)
     known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE

@@ -113,8 +113,8 @@ def full_weights(
 
 
 def sync_rounded(buckets: Sequence[FlatBucket]) -> None:
-    """Updates the fp32 masters of parameter elements that user code has written, in buckets that a quantized all-gather
-    rounds.
+    """Copies parameter elements that user code has written into the fp32 masters, in the buckets with
+    ``rounds_in_gathers``.
     """
     for flat in filter(lambda each: each.rounds_in_gathers, buckets):
         sync_masters(flat)

@@ -62,13 +62,13 @@ class WholeUpdates(Protocol):
 
     @property
     def by_owner(self) -> bool:
-        """True if only one rank, the owner, stores a state tensor that does not have its parameter's shape. False if
-        every rank with a shard of the parameter stores it.
+        """True if state tensors that do not have their parameter's shape are stored by one rank only, the owner of the
+        parameter. False if every rank with a shard of the parameter stores them.
         """
 
     @property
     def on_all_data_ranks(self) -> bool:
-        """True if each data rank stores all of the state, so that data ranks have the same values."""
+        """True if every data rank stores all state tensors of this object, so that data ranks have the same values."""
 
     @property
     def shapes(self) -> WholeShapes:
@@ -140,11 +140,11 @@ def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
 
 
 def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mapping[str, int]) -> Iterator[UpdatePiece]:
-    """Yields slices of the optimizer tensor ``place``, each of adjacent parameters with the same number of missed
-    updates.
+    """Yields slices of the optimizer tensor ``place``. A slice contains adjacent parameters with the same number of
+    missed updates.
 
-    Parameters in ``unused``, without a gradient now, are left out. ``missed``: parameter name -> number of earlier
-    updates without a gradient.
+    Skips the parameters in ``unused``, without a gradient now. ``missed``: parameter name -> number of earlier updates
+    without a gradient.
     """
     run: UpdatePiece | None = None
     for slot, part in place.slots():

@@ -321,8 +321,8 @@ class ShardedOptimizer:
         return {name: kept for each in self.whole for name, kept in each.state.items()}
 
     def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:
-        """Returns the number of parameters that have a gradient in this step but not in the previous step, or the
-        reverse. ``unused``: names in ``among`` without a gradient in this step.
+        """Returns the number of parameters in ``among`` that have a gradient in exactly one of two steps, this one and
+        the previous one. ``unused``: names in ``among`` without a gradient in this step.
         """
         return len(unused ^ (self.unused & among))
 

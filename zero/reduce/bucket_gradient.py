@@ -38,8 +38,8 @@ class ProductSums(Protocol):
 
 
 class BucketGradient:
-    """Main gradient of one parameter: its slice of a flat bucket. The matrix products of a backward add to the slice in
-    place.
+    """Gradient of one parameter, summed in a slice of a flat bucket. The matrix products of a backward add to the slice
+    in place.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, sums: ProductSums) -> None:

@@ -154,8 +154,8 @@ class GradientGuard:
                 parameter.__class__ = _TAKEN[type(parameter)]
 
     def serve(self, drop: Callable[[], None]) -> None:
-        """Sets the callback ``drop``, a bound method that discards the engine's gradients; ``model.zero_grad``, once
-        patched by :meth:`take_zero_grad`, calls it. Stores only a weak reference.
+        """Sets the callback ``drop``, a bound method that discards the engine's gradients. A ``model.zero_grad`` that
+        :meth:`take_zero_grad` has patched calls it. Stores only a weak reference.
         """
         self._drop = weakref.WeakMethod(drop)
 

@@ -100,8 +100,8 @@ class MicrobatchReducer(SharedReduction):
         """Returns a context that accumulates the gradients of the backward ``which``. Each bucket is reduced once all
         its gradients have arrived.
 
-        The input-gradient half of a split backward only stores its gradients; the weight-gradient half accumulates
-        them.
+        In the input-gradient half of a split backward, gradients are only stored. The weight-gradient half adds them to
+        the buckets.
         """
         self._settle()
         place = which.stage, which.microbatch

@@ -240,8 +240,8 @@ class Reducer(Protocol):
         """Waits for the reductions that have been started, without starting the remaining ones."""
 
     def keep(self) -> None:
-        """Saves the reduced gradients after :meth:`finish`, for further backwards of the same step. The next ``finish``
-        adds them to its result.
+        """Saves the reduced gradients after :meth:`finish`, so that the step can have more backwards. The next
+        ``finish`` adds the saved gradients to its result.
         """
 
     @property

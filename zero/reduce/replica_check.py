@@ -43,8 +43,8 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def run(self, sent: Tally) -> PlanError | None:
-        """Compares the reduced gradients of replicated parameters across tensor ranks. Returns an error about the first
-        parameter that differs, the same error on all tensor ranks; None if all are equal, or if a gradient is not
+        """Compares the reduced gradients of replicated parameters across tensor ranks. Returns the same error on all
+        tensor ranks, about the first parameter that differs. Returns None if all are equal, or if a gradient is not
         finite.
 
         Sends one all-reduce over the sharding axis and one all-gather over tp, label "plan check", each with 8 bytes

@@ -20,8 +20,8 @@ OnWire = Callable[[Tensor], Tensor]
 
 
 class ReplicaSum:
-    """Second hop of a gradient reduction in hybrid sharding (HSDP): all-reduces ``shard`` over the shard groups, after
-    its reduction within a group.
+    """Second hop of a gradient reduction in hybrid sharding (HSDP): an all-reduce of ``shard`` between the shard
+    groups, after the reduction within each group.
 
     Args:
         inside: handle of the reduction within the group, which writes ``shard``.

@@ -68,7 +68,8 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Returns the result of ``func``, such as a view or a loss, on lazy (not yet computed) logits with the hidden
-    states ``x``. Returns ``NotImplemented`` if ``func`` needs the computed logits.
+    states ``x``. Returns ``NotImplemented`` if ``func`` needs the computed logits. ``args``, ``kwargs``: other
+    arguments of ``func``.
     """
     rule = LATE_RULES.get(func)
     return NotImplemented if rule is None else rule(func, x, *args, **kwargs)
@@ -137,7 +138,7 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
 
 def derived(source: LogitsSource, part: LogitShard, change: Callable[[LogitShard], Any]) -> LazyLogits:
     """Returns the lazy result of ``change``, such as a view, on the logits of ``source``. ``part``: result of
-    ``change`` on their hidden states.
+    ``change`` on the hidden states of ``source``.
     """
     graded = torch.is_grad_enabled()
 

@@ -158,8 +158,8 @@ OPERANDS = "logit operands"
 
 
 def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
-    """Returns ``x``, a tensor equal on all ranks, for an operation with sharded logits. Backward sums its gradient over
-    "tp".
+    """Returns ``x``, a tensor equal on all ranks, for an operation with sharded logits. Backward sums the gradient of
+    ``x`` over "tp", with the label ``label``.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x

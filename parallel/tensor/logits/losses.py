@@ -291,7 +291,7 @@ class _Options:
 def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Computes ``functional.cross_entropy`` of logits with a sharded vocabulary, by all-reduces of per-token terms.
 
-    Returns ``NotImplemented`` if torch's arguments need the full vocabulary; the caller then gathers the logits.
+    Returns ``NotImplemented`` for arguments that it does not support; the caller then gathers the logits.
     """
     given = _Options(*args, **kwargs)
     if not given.understood:
@@ -320,7 +320,7 @@ def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Computes ``functional.nll_loss`` of log-probabilities with a sharded vocabulary, by one all-reduce of the values
     at the targets.
 
-    Returns ``NotImplemented`` if torch's arguments need the full vocabulary; the caller then gathers the input.
+    Returns ``NotImplemented`` for arguments that it does not support; the caller then gathers the input.
     """
     given = _Options(*args, **kwargs)
     if not given.understood:

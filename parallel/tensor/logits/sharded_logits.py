@@ -97,7 +97,7 @@ class ShardedLogits(Tensor):
 
     @property
     def waits(self) -> bool:
-        """True while neither these logits nor the logits from which they were derived are computed."""
+        """True until these logits, or the logits from which they were derived, are computed."""
         source = None if self._waiting is None else self._waiting.source
         return self._part is None and (source is None or source.waits)
 

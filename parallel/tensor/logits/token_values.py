@@ -20,7 +20,7 @@ def token_values(
     and ``names``) to a tensor [B, S] in fp32, or bool for "is_top1".
 
     Args:
-        logits_BSV: logits [B, S, V], plain, or sharded over axis tp and then reduced by collectives with the label
+        logits_BSV: logits [B, S, V], plain or sharded over axis tp. Sharded logits cause collectives with the label
             "loss".
         labels_BS: int64 [B, S], from 0 to V - 1.
         names: any of "entropy", "log_sum_sq_probs" (log of the sum of squared probabilities), "mean_logits" and

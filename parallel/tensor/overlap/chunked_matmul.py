@@ -92,7 +92,7 @@ def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
     """Returns the number of chunks in which to send this rank's ``rows`` rows, with ``size`` bytes in all.
 
     It is the largest divisor of ``rows`` up to ``MOST_PIECES`` with at least ``axis.overlap.bytes`` per chunk, and 1 if
-    transfers do not overlap compute.
+    transfers on a device of type ``device`` do not overlap compute.
     """
     devices, least = axis.overlap
     if device not in devices or axis.dry or axis.size == 1:
@@ -102,10 +102,9 @@ def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
 
 def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Pieced) -> tuple[Tensor, Tensor | None]:
     """Gathers ``x`` [.., S/T, I] over the T ranks of "tp" in chunks, and multiplies each chunk while the next arrives.
-    Returns (x W' + b [.., S, O], gathered x [.., S, I]).
+    Returns (product plus ``bias`` [.., S, O], gathered ``x`` [.., S, I]).
 
-    With ``pieced.regather``, None replaces the gathered x. Backward reduce-scatters the gradient of the gathered x, to
-    which both results contribute.
+    With ``pieced.regather``, the second result is None. Backward reduce-scatters the gradient of the gathered ``x``.
 
     Raises:
         EngineError: ``pieced.pieces`` does not divide the rows.

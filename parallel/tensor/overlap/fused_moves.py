@@ -109,9 +109,9 @@ def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: R
 def scatter_in_kernel(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds ``plus`` and reduce-scatters the
-    product, in communicating kernels. Returns a function that waits for this rank's rows and returns them in ``dtype``.
-    ``route``: axis and label of the communication.
+    """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds this rank's ``plus``, and
+    reduce-scatters the sum, in communicating kernels. Returns a function that waits for this rank's rows and returns
+    them in ``dtype``. ``route``: axis and label of the communication.
 
     Falls back to collectives for products that the kernels do not support.
     """

@@ -38,8 +38,8 @@ def join_pairs(
     name in ``parameters``.
 
     Returns:
-        (layers, names). ``layers``: a copy of the argument, without entries for the sharded halves of assigned pairs.
-            ``names``: parameters of the replicated halves, with a partial gradient on each rank.
+        (layers, names). ``layers``: a changed copy of the argument, in which the entry of a layer replaces the entries
+            of its pair. ``names``: parameters of the replicated halves, with a partial gradient on each rank.
     """
     found, partial = dict(layers), set[str]()
     for name, cut in layers.items():

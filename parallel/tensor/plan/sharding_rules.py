@@ -49,8 +49,8 @@ def cut_model(
 ) -> TensorPlan:
     """Returns the plan that shards ``model`` over ``tp`` tensor ranks by ``styles``.
 
-    ``styles``: name of a module or parameter -> style; the first name if it has several. ``source``: origin of the
-    styles, for the startup banner. ``sequence``: True for sequence parallelism.
+    ``styles``: name of a module or parameter -> style. If a module or parameter has several names, the key is the
+    first. ``source``: origin of the styles, for the startup banner. ``sequence``: True for sequence parallelism.
 
     Raises:
         PlanError: a style does not suit its module, or the model does not fit ``tp``.

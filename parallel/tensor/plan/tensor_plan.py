@@ -15,8 +15,8 @@ LayerKind = Literal["column", "column+gather", "row", "embedding", "head", "expe
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """Sharding of one parameter along ``dim`` over the tensor ranks. A rank's shard is the concatenation of its
-    ``ranges``.
+    """Sharding of one parameter along ``dim`` over the tensor ranks. A rank's shard is the concatenation of the
+    ``ranges`` assigned to this rank.
     """
 
     dim: int
@@ -54,8 +54,8 @@ class AttributeChange:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Row of a table about the automatic search for a tensor plan: the strategy for all layers that match ``pattern``,
-    and its reason.
+    """Row of a table about the automatic search for a tensor plan: the sharding of all layers that match ``pattern``,
+    and the reason.
     """
 
     pattern: str

@@ -88,8 +88,8 @@ class MatrixUpdates:
 
     Args:
         places: the optimizer's flat tensors, with this rank's shards of the parameters.
-        inner: a matrix optimizer, or a composite of several optimizers. Its matrix optimizers then compute only update
-            directions.
+        inner: a matrix optimizer, or a composite of several optimizers. The matrix optimizers in it are set to compute
+            only update directions.
     """
 
     by_owner = True
@@ -261,7 +261,7 @@ class _Step:
 
 def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
     """Runs the iterators ``rounds`` overlapped, and yields all results. Repeatedly starts one more round, and then
-    advances every started round by one result, the latest first.
+    takes one result from every started round, from the newest round to the oldest.
     """
     waiting, begun = iter(rounds), list[Iterator[Made]]()
     while True:

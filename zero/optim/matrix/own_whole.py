@@ -132,7 +132,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class FlatWhole(FlatMatrixOptimizer):
-    """Optimizer over shards in place of a user's optimizer that can update only whole parameters. It has the same
+    """Optimizer over shards. It replaces a user's optimizer that can update only whole parameters, and has the same
     parameter groups and options.
     """
 

@@ -86,8 +86,8 @@ class CountedPart:
 def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
-    """Yields one item for each parameter with elements in an optimizer tensor of ``places``. Skips tensors that are not
-    in ``due``. Each item selects the elements that this rank adds to sums over the parameter.
+    """Yields one item for each parameter with elements in an optimizer tensor of ``places``. Each item selects the
+    elements that this rank adds to sums over the parameter. ``due``: parameter objects of the optimizer tensors to use.
     """
     rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}

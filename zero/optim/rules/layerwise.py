@@ -108,7 +108,8 @@ class LayerwiseUpdates:
 
     Args:
         places: the optimizer's flat tensors, with this rank's shards of the parameters.
-        inner: LAMB, LARS, or a composite of several optimizers. LAMB and LARS then leave their updates to this object.
+        inner: LAMB, LARS, or a composite of several optimizers. LAMB and LARS in it are set to leave their updates to
+            this object.
     """
 
     families = frozenset[str]()

@@ -57,8 +57,8 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the unsharded weights of ``optimizer`` by their schedule-free averages x, in place. Weights of other
-    types of optimizers do not change.
+    """Replaces the weights of ``optimizer``, which must not be sharded, by their schedule-free averages x, in place.
+    Weights of other types of optimizers do not change.
     """
     parts = optimizer.parts if isinstance(optimizer, PlainComposite) else [optimizer]
     for part in (part for part in parts if isinstance(part, FlatScheduleFreeAdamW)):
