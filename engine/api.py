@@ -84,7 +84,7 @@ def initialize(
         lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or a scheduler over the passed ``optimizer``.
         inputs: entries of a batch that forward receives: keys, positions or ``microbatch -> arguments``. None: the
             whole batch; with ``loss_fn``, the entries that are parameters of forward.
-        whole: keys or positions of tensors that are not split into microbatches.
+        whole: keys or positions of entries of the batch that are not split into microbatches.
         world: this rank's identity, for ranks that are threads (``run_thread_ranks``); None: read from the launcher.
 
     Raises:

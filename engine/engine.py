@@ -205,9 +205,9 @@ class Engine(TrainingLoop, NamedState):
 
         Raises:
             EngineError: the batch is malformed, or differs between the ranks of one model copy; all ranks raise, and
-                nothing is updated. The same holds for other failures, but not with tensor ranks, pipeline ranks or
-                sharded parameters: the failing rank then raises at once, and the job ends. All ranks raise after
-                ``max_skipped_steps`` skipped steps in a row.
+                nothing is updated. All ranks also raise any other failure, unless there are tensor ranks, pipeline
+                ranks or sharded parameters: the failing rank then raises at once, and the job ends. All ranks raise
+                after ``max_skipped_steps`` skipped steps in a row.
         """
         self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
@@ -236,8 +236,8 @@ class Engine(TrainingLoop, NamedState):
     ) -> StepReport | tuple[StepReport, Any]:
         """Computes the loss of a batch in eval mode, without an update; restores the random state. Collective.
 
-        Returns a report. With ``return_output``, returns (report, output): the output of rank 0's rows on rank 0, else
-        None.
+        Returns a report; with ``return_output``, (report, output). On rank 0, the output covers that rank's
+        rows; on other ranks it is None.
         """
         self._parts.resources.refuse_closed("eval_batch")
         with self._parts.comm.within(self._parts.update.made):
@@ -362,9 +362,9 @@ class Engine(TrainingLoop, NamedState):
     ) -> PendingSave:
         """Begins to write checkpoint ``folder/step-N``; returns once this rank's shards are in host memory. Collective.
 
-        The folder appears only if the checkpoint is complete. ``wait()`` on the result blocks until then and raises if
-        the save failed. In the background, weights are sent over a separate gloo group to the
-        ranks that write them.
+        The folder appears once the checkpoint is complete. ``wait()`` on the result blocks until the save has ended,
+        and raises if it failed. In the background, weights are sent over a separate gloo group to the ranks that write
+        them.
 
         Args:
             folder: folder of the run; None: ``checkpoint.folder``, where only the newest ``checkpoint.keep`` are

@@ -263,8 +263,8 @@ class EngineParts:
         return seen if self.config.uneven_microbatches else iter(seen)
 
     def refuse_unfinished(self, call: str) -> None:
-        """Raises if the engine method ``call`` is not allowed now: after ``close``, or while gradients wait for an
-        update.
+        """Raises EngineError if the engine method ``call`` is not allowed now: after ``close``, or inside an unfinished
+        accumulation.
         """
         self.resources.refuse_closed(call)
         if self.loop is not None and self.loop.state is not LoopState.LEFT:

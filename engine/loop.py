@@ -37,7 +37,7 @@ class TrainingLoop:
         ``plan`` does not count these bytes.
 
         Args:
-            rows: rows of each part into which a batch is divided to fill the pipeline; outputs are joined. None: one
+            rows: a batch is divided into parts of this many rows to fill the pipeline; outputs are joined. None: one
                 part.
         """
         self._parts.resources.refuse_closed("open_pipeline")
@@ -119,7 +119,8 @@ class TrainingLoop:
         and the squared norms over the world (8 bytes).
 
         Raises:
-            EngineError: ``max_norm`` is not above 0; inside an accumulation; a pipeline without ``open_pipeline``.
+            EngineError: ``max_norm`` is not above 0; the accumulation is unfinished; the model is on a pipeline without
+                ``open_pipeline``.
         """
         loop = self._looped("clip_gradients")
         with self._parts.comm.within(self._parts.update.made):

@@ -152,8 +152,8 @@ class NamedState:
         """Opens a context in which the model has the average of its weights, for evaluation or saving. Collective.
 
         The average comes from ``"ema"`` or from a schedule-free optimizer. With the latter, ``eval_batch``, ``predict``
-        and ``generate`` enter this context themselves. The average is rounded to the dtype of forward. Gathers over
-        dp twice, label "parameters", and stores a copy of this rank's weights meanwhile.
+        and ``generate`` enter this context themselves. The average is rounded to the dtype of forward. Entry and exit
+        each gather parameters over dp, label "parameters". Inside, a copy of this rank's weights is stored.
 
         Raises:
             EngineError: the run has no average; inside, a call that needs the training weights raises too.
@@ -321,12 +321,12 @@ class NamedState:
         Args:
             include: DeepSpeed's names: "optim_states" (moments), "hp_params" (fp32 masters), "lp_params" (parameters,
                 or this rank's shards of them, also frozen ones), "lp_grads" (gradients, and rounding errors of
-                quantized ones); None: all.
+                quantized gradients); None: all.
             device: "cpu", the only supported device.
             pin_memory: page-lock the copies, for faster transfers.
             non_blocking: True: copies may still run when this returns.
-            unfinished: allow the call inside an accumulation, and between a forward and its backward; call
-                ``reload_states`` before that backward.
+            unfinished: allow the call inside an accumulation, and between a forward and its backward. Call
+                ``reload_states`` before the next backward.
 
         Raises:
             EngineError: another device, an unknown name, too little memory; inside an accumulation, or a `with` block

@@ -72,7 +72,7 @@ class Parity:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Largest absolute deviation between the final weights of the two runs, by parameter name."""
+        """Largest absolute deviation between the final values of each parameter in the two runs, by parameter name."""
         return {name: _distance(self.engine.weights[name], value) for name, value in self.reference.weights.items()}
 
     @property

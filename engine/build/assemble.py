@@ -162,7 +162,8 @@ def build(
 ) -> RankRuntime:
     """Shards ``model`` and returns the objects that run steps. Collective over the world.
 
-    Before, raises PlanError on all ranks if models or plans differ between ranks. ``example``: one microbatch.
+    Raises PlanError on all ranks, before any change, if models or plans differ between ranks. ``example``: one
+    microbatch.
     """
     check_equal(model, plan, comm, device)
     return assemble_rank(model, plan, comm, device, request, example)
@@ -451,9 +452,10 @@ _MOST_TILES = 1 << 14
 
 
 def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.device) -> None:
-    """Sets in ``axis`` how matrix products overlap with tensor-parallel communication. All ranks must call it.
+    """Chooses how matrix products overlap with tensor-parallel communication, and writes the choice to ``axis``. All
+    ranks must call it.
 
-    For fused kernels it also allocates the buffers that all tensor ranks can write.
+    For fused kernels it also allocates their buffers, which all tensor ranks can write.
     """
     wanted = config.parallel.overlap
     if wanted == "off":

@@ -79,8 +79,8 @@ def change_forwards(
 
 
 def own_card(kernels: Kernels) -> str:
-    """Returns the name of this rank's GPU if kernels are chosen by it (``kernels`` is "auto" and Triton runs); else
-    "".
+    """Returns the name of this rank's GPU if the choice of kernels depends on it (``kernels`` is "auto" and Triton
+    runs); else "".
     """
     device = torch.device(find_accelerator() or "cpu")
     return device_name(device) if kernels.mode == "auto" and not is_host(device) and runs_triton(device) else ""
@@ -110,7 +110,7 @@ def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: Forward
     """Fuses the unsharded and column-parallel linear layers that ``changes`` lists with the activations after them.
 
     If the engine has main gradients (buffers that sum gradients), unsharded linear layers and embeddings also add their
-    weight gradients to them in backward.
+    weight gradients to these buffers in backward.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)
@@ -157,7 +157,8 @@ class AddedRows:
 
 
 def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, patches: ForwardPatches) -> None:
-    """Makes the output layers ``heads`` (module names) return lazy logits, which the loss computes chunk by chunk.
+    """Makes the output layers ``heads`` (module names) return logits without values; the loss computes the values chunk
+    by chunk.
 
     Removing ``patches`` undoes it. Layers of other pipeline stages are left out. ``axis``: tensor ranks, over which the
     layers may be sharded.

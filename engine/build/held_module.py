@@ -90,11 +90,11 @@ def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: ForwardPatches) -> None:
-    """Makes ``load_state_dict`` and ``save_pretrained`` raise EngineError, until ``patches`` are removed, if they would
-    see only this rank's shards.
+    """Makes ``load_state_dict`` and ``save_pretrained`` raise EngineError, until ``patches`` are removed, if these
+    methods would find only this rank's shards.
 
     Args:
-        codes: True if frozen weights are stored quantized; both methods are then refused too.
+        codes: True if frozen weights are stored quantized; both methods then raise too.
     """
     if config.divides_parameters or codes:
         _refuse_state_dicts(model, patches)

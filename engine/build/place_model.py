@@ -90,8 +90,8 @@ def place_model(
 ) -> tuple[FlatBucket, ...]:
     """Shards ``model`` in place: its parameters become views of flat buckets (1-D tensors) on ``device``.
 
-    Returns the buckets of trainable parameters, then the buckets of frozen ones. If another engine is given as
-    ``request.lender``, frozen parameters on the meta device use that engine's tensors.
+    Returns the buckets of trainable parameters, then the buckets of frozen ones. With ``request.lender`` (another
+    engine), frozen parameters of ``model`` on the meta device use the lender's tensors.
     """
     holder, config, patches = comm.grid.holder(), plan.config, request.patches
     parameters = dict(model.named_parameters())
@@ -173,15 +173,16 @@ class _Parts:
 
 
 def borrow(lender: Lender, plan: Plan, holder: ShardHolder) -> Mapping[str, Tensor]:
-    """Returns the frozen weights that the engine ``lender`` shares with this engine, by parameter name.
+    """Returns the frozen weights that this rank takes from the other engine ``lender``, by parameter name.
 
     Frozen parameters in flat buckets are only checked, not returned.
 
     Args:
-        holder: tensor, pipeline and expert coordinate of this rank.
+        holder: tensor, pipeline and expert coordinates of this rank.
 
     Raises:
-        PlanError: ``lender`` lacks a frozen parameter of this rank, or stores it in another shape or dtype.
+        PlanError: ``lender`` lacks a frozen parameter that ``plan`` assigns to this rank, or stores it in another shape
+            or dtype.
     """
     found: dict[str, Tensor] = {}
     frozen = [tuple(slot.name for slot in bucket.slots) for bucket in plan.layouts[holder].frozen]

@@ -193,7 +193,7 @@ class CheckpointCoordinator:
             logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
-        """Completes an earlier ``load`` on the sharded model, or else loads ``checkpoint.init_from``. Collective.
+        """Completes an earlier ``load`` on the sharded model. Without one, loads ``checkpoint.init_from``. Collective.
 
         ``update``: counters and loss scale of the run. ``entries``: from :func:`state_entries`.
         """
@@ -264,7 +264,7 @@ class CheckpointCoordinator:
         options: LoadOptions,
         missing_ok: bool,
     ) -> Any:
-        """Loads the newest checkpoint, its counters into ``update``; see :meth:`engine.Engine.load_checkpoint`."""
+        """Loads the newest checkpoint and sets the counters ``update``; see :meth:`engine.Engine.load_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
             raise EngineError(
@@ -353,7 +353,7 @@ class CheckpointCoordinator:
         """Waits for the pending save, then calls ``release``.
 
         Raises:
-            CheckpointError: the last save failed, and ``checkpoint.on_failure`` stops the run.
+            CheckpointError: the last save failed, and ``checkpoint.on_failure`` is "stop".
         """
         if self._signal is not None:
             self._signal.remove()
@@ -452,8 +452,8 @@ class CheckpointCoordinator:
         return reader.manifest.user
 
     def placed(self, call: str) -> RunState:
-        """Returns this rank's state. Raises EngineError with the name of the method ``call`` if the model is not
-        sharded yet or ``full_parameters`` is open.
+        """Returns this rank's state. Raises EngineError, which names the method ``call``, if the model is not sharded
+        yet, or inside ``full_parameters``.
         """
         if self._run is None:
             raise EngineError(

@@ -41,7 +41,9 @@ class Entry:
 
 
 def state_entries(model: nn.Module) -> dict[str, Entry]:
-    """Returns the parameter or buffer of each key of ``model.state_dict()``. Call it before sharding."""
+    """Returns the origin of each key of ``model.state_dict()``: a parameter, a buffer or another value. Call it before
+    sharding.
+    """
     parameters = {id(p): name for name, p in model.named_parameters()}
     buffers = {id(b): name for name, b in model.named_buffers()}
     entries: dict[str, Entry] = {}

@@ -30,9 +30,9 @@ class PretrainedFolder:
     """Hugging Face folder of safetensors files, open for reading tensors by this engine's names.
 
     Args:
-        keys: engine's name ("param/...", "buffer/...") -> possible keys in the folder.
+        keys: name in this engine ("param/...", "buffer/...") -> keys that the folder may use.
         prefix: transformers' ``base_model_prefix``; keys are found with and without it.
-        parts: engine's name -> (full shape, tensors of the folder that together form the full tensor).
+        parts: name in this engine -> (full shape, folder entries that together form the full tensor).
 
     Raises:
         CheckpointError: the folder has no safetensors file, or has a tensor that this model lacks.

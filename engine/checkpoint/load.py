@@ -146,10 +146,10 @@ class Loader:
         return [name.partition("/")[2] for name in names]
 
     def check_moments(self, families: Families) -> None:
-        """Checks that ``source`` has the optimizer moments in ``families`` that this rank's parameters need.
+        """Checks that ``source`` has the optimizer moments of this rank's parameters, which ``families`` lists.
 
-        Call it before the memory of the moments is allocated. Parameters that the optimizer updates as one flat tensor
-        need the same moments.
+        Call it before the memory of the moments is allocated. Parameters in the same flat tensor of the optimizer need
+        the same moments.
 
         Raises:
             CheckpointError: names the first moment that is missing, has another shape than its parameter, or is not

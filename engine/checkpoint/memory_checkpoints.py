@@ -149,10 +149,10 @@ class Mirror:
         self._with_rank_0 = any({0, host.rank} <= set(ranks) for ranks in hosts.hosts)
 
     def spread(self, step: Path) -> None:
-        """Copies the committed checkpoint ``step`` to the memory of other hosts and commits it there. Collective over
-        the host group.
+        """Copies each host's files of the committed checkpoint ``step`` to the memory of the next host, and commits
+        them there. Collective over the host group.
 
-        Each rank sends its files to a rank of another host.
+        Each rank sends its files to one rank of the next host.
 
         Raises:
             CheckpointError: a rank has failed, or does not answer; all ranks raise the same error.
@@ -303,7 +303,8 @@ class MemoryCheckpoints:
         Returns the checkpoint's folder on rank 0's host.
 
         Args:
-            write: called with file operations and a folder; saves a checkpoint there and returns its folder.
+            write: function of file operations and a folder; it saves a checkpoint into the folder and returns the
+                checkpoint's folder.
 
         Raises:
             CheckpointError, EngineError: ``write`` or the copy has failed on a rank. The previous checkpoint remains.

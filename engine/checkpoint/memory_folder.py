@@ -38,8 +38,8 @@ class MemoryFiles(Files):
     """File operations that write a checkpoint into host memory. Folders are created with their first file.
 
     Args:
-        named: rank 0's memory folder, with which given paths begin.
-        shared: this host's memory folder, which replaces ``named`` in these paths.
+        named: rank 0's memory folder; callers pass paths inside it.
+        shared: this host's memory folder, which replaces ``named`` in the paths of new files.
     """
 
     def __init__(self, named: Path, shared: Path) -> None:
@@ -60,7 +60,7 @@ class MemoryFiles(Files):
         return file
 
     def close(self, file: int) -> None:
-        """Closes an open file. Adds the path and size of a file from ``create`` to the attribute ``sizes``."""
+        """Closes an open file. If ``create`` opened it, adds its path and size to the attribute ``sizes``."""
         if (path := self._open.pop(file, None)) is not None:
             self.sizes[path] = os.fstat(file).st_size
         os.close(file)
@@ -77,11 +77,11 @@ class MemoryFolder:
     root: Path
 
     def claim(self) -> None:
-        """Creates the folder, and deletes memory folders of earlier runs with the same disk folder. One rank of each
-        host calls it.
+        """Creates the folder, and deletes memory folders of earlier runs that saved into the same folder on disk. One
+        rank of each host calls it.
 
         Raises:
-            CheckpointError: a folder of another user, or a link, has this folder's name.
+            CheckpointError: the folder belongs to another user, or its path is a symbolic link.
         """
         run = self.root.name.rpartition("-")[0]
         for other in self.root.parent.glob(f"{run}-*"):
@@ -180,9 +180,10 @@ class FileServer:
         self._thread.start()
 
     def answer(self, link: socket.socket, line: bytes) -> bool:
-        """Sends the bytes of a file, or an error number; returns False if the secret or the name is wrong.
+        """Sends the requested bytes of a file, or an error number; returns False if the request has a wrong secret or
+        file name.
 
-        ``line``: request as a JSON object with secret, file name, offset and length.
+        ``line``: request as a JSON object with this server's secret, file name, offset and length.
         """
         asked = json.loads(line)
         if not hmac.compare_digest(str(asked["secret"]), self._secret) or asked["name"] not in self._names:

@@ -19,11 +19,11 @@ from engine.checkpoint.format.safetensors_file import FilePart
 
 
 def published_parts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[FilePart, ...]]:
-    """Returns the tensors of a published Hugging Face folder that together form each parameter, by the parameter's key.
+    """Returns the tensors that together form each parameter in a Hugging Face folder, by the parameter's key.
 
     Example: a folder has one tensor for each expert, where the model has one stacked parameter. A parameter is left out
-    if the folder has it under the model's key, or if the folder's tensors are not contiguous parts of it. Returns {}
-    for models that are not from transformers.
+    if the folder has it under the same key as the model, or if the folder's tensors are not contiguous parts of the
+    parameter. Returns {} for models that are not from transformers.
 
     Args:
         shapes: full shape of every parameter, by its key in ``model.state_dict()``.

@@ -93,7 +93,9 @@ class RunState:
 
     @cached_property
     def stored(self) -> tuple[ModelTensor, ...]:
-        """Parameters and buffers in a checkpoint: all, or no frozen ones if ``checkpoint.frozen`` is false."""
+        """Parameters and buffers that a checkpoint stores. Frozen parameters are left out if ``checkpoint.frozen`` is
+        false.
+        """
         return self.tensors if self.config.checkpoint.frozen else self.trained
 
     @cached_property
@@ -108,8 +110,8 @@ class RunState:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """Rounding errors of this rank's quantized gradients, which are added to later gradients, by name
-        ("residual/...").
+        """Rounding errors of this rank's quantized gradients, by name ("residual/..."). Later gradients include
+        them.
         """
         return {f"residual/{name}": residual for name, residual in self.runtime.reducer.residuals.items()}
 

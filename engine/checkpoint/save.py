@@ -227,7 +227,7 @@ class Saver:
         """Writes the weights into ``folder`` in Hugging Face's format, replacing existing files. Collective over the
         host group.
 
-        ``shard_bytes``: largest size of a file, written by rank 0; None: one file for each rank.
+        ``shard_bytes``: largest number of bytes in a file; rank 0 then writes all files. None: one file for each rank.
 
         Raises:
             CheckpointError, EngineError: a rank has failed or cannot be reached; the folder is then unchanged.

@@ -120,13 +120,13 @@ def _copy(piece: Piece, width: int, full: Tensor, local: memoryview, out: bool) 
 
 
 def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[[Image], None]) -> Image:
-    """Returns full tensors on every rank, combined from the pieces of all ranks by an all-reduce over the world (label
-    "weights").
+    """Returns the tensors ``kinds``, in full on every rank, from pieces that all ranks write. One all-reduce over the
+    world, label "weights".
 
     Args:
         kinds: dtype and shape of each tensor, by name.
-        fill: callback that writes this rank's pieces into a buffer of zeros. If several ranks write an
-            element, they write the same value.
+        fill: callback that writes this rank's pieces into the tensors, which begin as zeros. Ranks that write the same
+            element write the same value.
     """
     sizes = [kind_bytes(kind) for kind in kinds.values()]
     whole = torch.zeros(sum(sizes), dtype=torch.uint8)

@@ -265,7 +265,7 @@ class Config:
         return int(sizes[name])
 
     def grid(self, rank: int) -> Grid:
-        """Returns the grid of ranks over the parallel axes, as seen from rank ``rank``."""
+        """Returns the grid of ranks over the parallel axes, with the coordinates of rank ``rank``."""
         asked = self.zero_optimization.shard_size
         shards = asked if asked is not None and asked < self.dp else None
         sizes = {axis.name: self._settled(axis.noun) for axis in grid.AXES}
@@ -303,8 +303,8 @@ def load_config(
     """Loads a config from a dict, a JSON, TOML or YAML file, or another Config, and checks it.
 
     ``world_size``, the number of processes, determines all "auto" and missing sizes. ``overrides`` are words such as
-    ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``, unknown top-level keys get a note
-    instead of an error, unless they resemble a known key.
+    ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``, unknown top-level keys are only
+    noted in ``Config.notes``, unless they resemble a known key.
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them by their JSON paths.
@@ -321,7 +321,7 @@ def load_config(
 
 
 def load_raw(source: "ConfigSource", overrides: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Returns the JSON object in a file or dict, unchecked, after ``overrides`` such as "optimizer.params.lr=3e-4".
+    """Returns the unchecked JSON object in a file or dict, changed by ``overrides`` such as "optimizer.params.lr=3e-4".
 
     Raises:
         ConfigError: the file cannot be read, or it contains no JSON object.

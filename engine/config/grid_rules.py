@@ -84,8 +84,8 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
 
 
 def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
-    """Adds a problem for each setting of ``wire`` (messages in fewer bits) that has no effect, or that excludes another
-    setting.
+    """Adds a problem for each setting of ``wire`` (messages in fewer bits) that has no effect, or that contradicts
+    another setting.
     """
     blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
     if wire.block_size != 256 and not blocks:

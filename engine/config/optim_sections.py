@@ -327,7 +327,7 @@ class WarmupDecayLRParams(WarmupLRParams):
 class WarmupCosineLRParams:
     """Parameters of WarmupCosineLR, a learning rate that rises and then falls along a cosine.
 
-    Ratios multiply the optimizer's learning rate.
+    ``warmup_min_ratio`` and ``cos_min_ratio`` are fractions of the optimizer's learning rate.
     """
 
     total_num_steps: int = setting(1, SIZE, required=True)

@@ -203,7 +203,7 @@ def other_engines_word(path: str) -> str | None:
     """Returns advice about a configuration key of another training engine; None if the key is unknown.
 
     The advice is Trine's equivalent key, or the reason why there is none. Ambiguous words, such as ``name``, are
-    recognized only in their section.
+    recognized only with their section, as in ``optimizer.name``.
     """
     plain = path.lower().replace("-", "_")
     section, _, word = plain.rpartition(".")

@@ -134,7 +134,9 @@ class OuterConfig:
 
     @property
     def steps(self) -> int:
-        """Period, in local steps, at which this job sends the update of each tensor to the merging server."""
+        """Number of training steps of this job between two updates of the same tensor that it sends to the merging
+        server.
+        """
         if self.period is not None:
             return self.period
         return 1 if self.rule in SERVER_RULES or self.rule == "hogwild" else DELTA_PERIOD
@@ -153,8 +155,8 @@ class OuterConfig:
     def store_optimizer(self, training: OptimizerConfig | None) -> StoreOptimizerConfig:
         """Returns the optimizer of the server that merges the updates of several sites (training jobs).
 
-        It is ``outer.optimizer`` if set; else ``training``, the configured optimizer, if sites send gradients; else the
-        default for ``outer.rule``.
+        It is ``outer.optimizer`` if set. If unset, it is ``training`` (the configured optimizer) for sites that send
+        gradients, else the default for ``outer.rule``.
         """
         if self.optimizer is not None:
             return self.optimizer

@@ -157,8 +157,8 @@ def stored(params: Any, everything: bool = False) -> FrozenMap:
 def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside: tuple[str, ...] = ()) -> T:
     """Converts the JSON object ``raw``, at JSON path ``at``, to the section dataclass ``cls``.
 
-    A wrong or missing key gets its default, and mistakes are added to ``problems``. ``beside``: further valid keys to
-    skip.
+    A wrong or missing key gets its default, and mistakes are added to ``problems``. ``beside``: further valid keys,
+    absent from ``raw``, that an error may suggest.
     """
     known = settings(cls)
     if not isinstance(raw, Mapping):

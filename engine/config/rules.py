@@ -116,7 +116,7 @@ class Rule:
     null: bool = False
 
     def accept(self, value: object) -> object:
-        """Returns ``value`` converted to the type of the dataclass field.
+        """Returns the JSON value ``value`` as the configuration stores it.
 
         Raises:
             RefusedError: this rule does not accept the value.
@@ -132,7 +132,7 @@ class Rule:
         return self.remedy or f"give {self.expected()}"
 
     def read(self, value: object, at: str, problems: Problems) -> object:
-        """Returns ``value`` converted to the type of the dataclass field.
+        """Returns the JSON value ``value`` as the configuration stores it.
 
         For a wrong value it adds a problem at JSON path ``at`` and returns None.
         """
@@ -280,7 +280,7 @@ class OperatorName(Text):
 class ListOf(Rule):
     """Rule for a list with entries that the rule ``each`` accepts.
 
-    ``length``: required number of entries, or None. ``least``: smallest allowed number.
+    ``length``: required number of entries, or None. ``least``: smallest allowed number of entries.
     """
 
     each: Rule

@@ -42,7 +42,7 @@ class ScheduleCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextConfig:
-    """Context parallelism as one object: the keys ``parallel.context`` and ``parallel.context_method``."""
+    """Settings of context parallelism, if ``parallel.context`` is an object with a size and a method."""
 
     size: int | Literal["auto"] = setting(1, AXIS, required=True)
     """Size of the context axis."""
@@ -235,7 +235,7 @@ class QuantizeFrozenConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchAutocastConfig:
-    """Forwards inside torch.autocast, with the model in fp32 or bf16."""
+    """Settings of torch.autocast around every forward; the model is in fp32 or bf16."""
 
     enabled: bool = setting(False, Flag())
     """Enter torch.autocast around every forward."""

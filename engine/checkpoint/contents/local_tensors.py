@@ -48,15 +48,17 @@ class ModelTensor:
 
     @property
     def entries(self) -> Sequence[FilePart]:
-        """Entries of a file in the checkpoint's ``model/`` that together contain this tensor, in row-major order."""
+        """Keys that store this tensor in a file of the checkpoint's ``model/``, each with its elements, in row-major
+        order.
+        """
         if self.row is None and self.parts:  # a buffer may have been replaced by one of another shape
             return file_parts(self.parts[0].key, self.kind.shape)
         return file_parts(self.key, self.kind.shape, self.parts)
 
 
 def local_region(row: ShardRow, holder: ShardHolder) -> Part:
-    """Returns the rows of a parameter that tensor and expert parallelism assign to the ranks at ``holder`` (pp, tp,
-    ep).
+    """Returns the rows of a parameter that tensor and expert parallelism assign to the ranks with the coordinates
+    ``holder`` (pp, tp, ep).
     """
     return _region(row, row.tensor_ranges(holder), holder)
 
@@ -97,7 +99,7 @@ class SaveOwnership:
 
     @cached_property
     def grid(self) -> Grid:
-        """Grid of all ranks, as seen from rank 0."""
+        """Grid of all ranks, with the coordinates of rank 0."""
         return self.plan.grid(0)
 
     def stores(self, row: ShardRow, coord: Coord) -> bool:
@@ -204,7 +206,7 @@ class Held:
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """Live weights, fp32 master weights and optimizer state of one rank, which saves read and loads write.
+    """Live weights, fp32 master weights and optimizer state of one rank. A save reads them, and a load writes them.
 
     Its iterators leave out quantized frozen weights.
     """
@@ -257,7 +259,7 @@ class LocalTensors:
         return self._elements(self.inventory.element_state(tensors))
 
     def companions(self) -> Iterator[Held]:
-        """Yields tensors that step features, such as weight averaging, store for each parameter, in its shape."""
+        """Yields further tensors of each parameter, with the parameter's shape, such as moving averages of weights."""
         return self._elements(self.inventory.companion_state())
 
     def _elements(self, found: Iterable[StateTensor]) -> Iterator[Held]:
@@ -335,9 +337,9 @@ def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice,
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
-    """Returns the slice of a buffer that stores the elements ``own`` of one parameter.
+    """Returns the slice of a buffer that contains the elements ``own`` of one parameter.
 
-    ``owned``: range of the buffer in a flat bucket. ``slot``: range of the parameter in the same bucket.
+    ``owned``: range of a flat bucket that the buffer stores. ``slot``: range of the bucket that the parameter fills.
     """
     return slice(slot.start + own.start - owned.start, slot.start + own.stop - owned.start)
 

@@ -49,7 +49,8 @@ def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
 
 
 def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers:
-    """Returns optimizer scalars, such as "step", as parameter name -> scalar name -> [value, dtype or None].
+    """Returns optimizer scalars, such as "step", as parameter name -> scalar name -> [value, dtype] (dtype None:
+    not a tensor).
 
     The dict contains the parameters that this rank updates. All state of a one-element parameter counts as scalars.
     Returns {} for built-in optimizers.
@@ -72,7 +73,8 @@ def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers
 def arranged(
     tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Separates moments from scalars for the manifest. Returns the remaining tensors, and a dict of the scalars.
+    """Separates moments from scalars for the manifest. Returns ``tensors`` without the scalars, and a dict of the
+    scalars.
 
     The dict has one set of scalars for each group, and one for each parameter that differs from its group. A
     one-element tensor becomes a scalar if the same state is a scalar for other parameters of the group.
@@ -136,9 +138,9 @@ def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
 
 
 def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled: frozenset[str]) -> dict[str, Any]:
-    """Returns the optimizer's type, parameter groups and options changed by the user, as a JSON dict.
+    """Returns a JSON dict of the optimizer's type, its parameter groups, and the options that the user has changed.
 
-    ``scheduled``: names of options that a schedule sets; their changes are not listed.
+    ``scheduled``: names of options that a schedule sets; changes of these options are not listed.
     """
     groups = [
         {
@@ -179,9 +181,9 @@ def updated_parameters(stored: Mapping[str, Any]) -> frozenset[str]:
 
 
 class Families:
-    """Names of the optimizer moments, such as "exp_avg", that a checkpoint must have for each parameter.
+    """Names of the optimizer moments, such as "exp_avg", that a checkpoint needs for each parameter.
 
-    All parameters of a group need the same moments.
+    All parameters of one optimizer group need the same moments.
     """
 
     def __init__(

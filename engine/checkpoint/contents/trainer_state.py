@@ -106,7 +106,9 @@ class TrainerState:
         return states
 
     def restore_late(self, reader: OpenCheckpoint) -> None:
-        """Restores the objects that were registered when the model was built, if the checkpoint has their state."""
+        """Restores the objects that were registered only when the model was built. Skips an object without saved
+        state.
+        """
         self._restore_tracked(reader, self.late)
 
     def _restore_tracked(self, reader: OpenCheckpoint, names: Iterable[str]) -> None:

@@ -73,8 +73,8 @@ def client_state(state: Mapping[str, Any], dropped: list[str]) -> Any:
 
 
 def first_flat(options: Mapping[str, Any], index: int) -> int:
-    """Returns the index of the flat tensor of DeepSpeed's parameter group number ``index``: the first entry of "params"
-    in ``options``, or else ``index``.
+    """Returns the position of a parameter group's state in DeepSpeed's optimizer state: the first entry of "params" in
+    ``options``, or else ``index``, the number of the group.
     """
     params = options.get("params")
     first = params[0] if isinstance(params, list) and params else index

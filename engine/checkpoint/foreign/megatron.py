@@ -45,7 +45,7 @@ def is_megatron(names: Sequence[str]) -> bool:
 
 def read_megatron(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
     """Reads weights and counters, but no optimizer state, of the Megatron checkpoint in ``folder``. Returns its
-    contents, and an empty list of client state that was left out.
+    contents, and an empty list.
 
     Raises:
         CheckpointError: ``optimizer`` is True; a rank's file is missing; the shards of a weight do not fit together.

@@ -58,7 +58,8 @@ def read_pickle(
 
     Args:
         what: name of the file, for messages.
-        call: function that returns the value of a call in the pickle; by default, a ``PickledObject``.
+        call: function ``(name, arguments)`` that returns the value of a call in the pickle; by default, a
+            ``PickledObject``.
         persistent: function that returns the value of a persistent id. Files of torch refer to storages by such ids.
 
     Raises:

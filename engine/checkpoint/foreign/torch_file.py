@@ -59,12 +59,13 @@ class TorchTensor:
     strides: tuple[int, ...]
 
     def span(self, piece: Piece, first: int = 0, tensor: str = "a tensor") -> FileSpan:
-        """Returns the file position of a piece of a parameter. The piece begins at element ``first`` of this tensor.
+        """Returns the file position of ``piece``, elements of a parameter that this tensor contains from its element
+        ``first`` on.
 
         ``tensor`` names the parameter in messages.
 
         Raises:
-            CheckpointError: the elements are not contiguous, or too few.
+            CheckpointError: this tensor is not contiguous, or has too few elements.
         """
         self.check_row(tensor)
         if not 0 <= first <= first + piece.elements <= self.kind.elements:

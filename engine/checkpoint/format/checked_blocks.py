@@ -46,7 +46,7 @@ DEFAULT_ALGORITHM = next(iter(_ALGORITHMS))
 
 
 def block_count(size: int, block: int = BLOCK) -> int:
-    """Returns the number of hashed blocks, of ``block`` bytes each, in a file of ``size`` bytes, rounded up."""
+    """Returns the number of blocks in a file of ``size`` bytes. Each has ``block`` bytes; the last may be shorter."""
     return -(-size // block)
 
 
@@ -95,7 +95,7 @@ class ChunkReader:
 
     def read(self, file: int, target: ByteRange, start: int, check: Check) -> int:
         """Reads an open file into ``target``, beginning at byte ``start``, a multiple of the page size. Returns the
-        number of bytes read. ``check(chunk, offset)`` is called for each chunk.
+        number of bytes read. Calls ``check(chunk, offset in the file)`` for each chunk.
 
         Raises:
             OSError: the disk failed, or the file is too short. Errors of ``check`` are raised too. If there are

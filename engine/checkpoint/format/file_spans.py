@@ -23,7 +23,8 @@ class FileSpan:
     piece: Piece
 
     def slice_of(self, index: int, kind: TensorKind) -> "FileSpan | None":
-        """Returns the part of this span that is in the tensor's slice ``index`` along dim 0; None if there is none.
+        """Returns the part of this span that belongs to slice ``index`` of the full tensor along dim 0; None if there
+        is none.
 
         ``kind``: dtype and shape of one slice.
         """

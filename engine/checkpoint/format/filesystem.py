@@ -74,7 +74,9 @@ class Files:
         os.rename(path, target)
 
     def unlink(self, path: Path, parent: int | None = None) -> None:
-        """Removes the file or link ``path``. ``parent``: open descriptor of its folder, to look up the name in."""
+        """Removes the file or link ``path``. ``parent``: open descriptor of its folder, in which the name is looked
+        up.
+        """
         os.unlink(path if parent is None else path.name, dir_fd=parent)
 
     def remove_folder(self, path: Path, parent: int | None = None) -> None:
@@ -266,7 +268,7 @@ def opened(files: Files, root: Path, name: str) -> Iterator[int]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Adds the path of the file to an OSError that is raised inside this context, if it has no path."""
+    """Opens a context that adds ``path`` to an OSError that is raised inside without a file name."""
     try:
         yield
     except OSError as error:

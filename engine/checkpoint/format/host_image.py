@@ -77,7 +77,7 @@ def make_image(
         metadata: texts for the header's ``__metadata__``.
         memory: buffers by name.
         name: buffer that the file uses.
-        parts: entries that the header lists in place of a tensor, such as one for each expert.
+        parts: tensor key -> entries that the header lists in place of this tensor, such as one for each expert.
     """
     layout = lay_out(tensors, metadata, parts or {})
     image = HostImage(layout, memory.take(name, layout.size))
@@ -151,7 +151,9 @@ def _write(files: Files, path: Path, memory: memoryview, size: int) -> None:
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yields consecutive ``items`` in lists of at most ``limit`` bytes, by ``size_of``. A larger item is alone."""
+    """Yields consecutive ``items`` in lists of at most ``limit`` bytes; a larger item gets its own list. ``size_of``:
+    bytes of an item.
+    """
     batch: list[T] = []
     size = 0
     for item in items:

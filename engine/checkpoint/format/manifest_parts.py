@@ -66,7 +66,9 @@ class StoredRun:
 
 
 class StoredRuns(Sequence[StoredPiece]):
-    """Sequence of the stored pieces of a tensor, made on access from compact :class:`StoredRun` entries."""
+    """Sequence of the stored pieces of a tensor. Each piece is made on access, from compact :class:`StoredRun`
+    entries.
+    """
 
     def __init__(self, runs: Sequence[StoredRun], files: FileNames) -> None:
         self._runs, self._files = runs, files
@@ -398,7 +400,8 @@ class IndexedTensors(Mapping[str, StoredTensor]):
 def from_index(fields: Fields, read: ReadPart) -> Manifest:
     """Returns a manifest that reads its files in ``index/`` when they are needed.
 
-    ``fields``: the JSON of ``manifest.json``. ``read(name, largest bytes)`` returns the contents of a file.
+    ``fields``: the JSON of ``manifest.json``. ``read(name, limit)`` returns the contents of a file of at most ``limit``
+    bytes.
 
     Raises:
         CheckpointError: ``manifest.json`` is damaged. A damaged file in ``index/`` raises when it is read.

@@ -73,7 +73,9 @@ class Part:
 
 
 class Spans(NamedTuple):
-    """Contiguous ranges of a flattened full tensor that make up a piece, as three arrays with one entry per range."""
+    """Contiguous ranges of a flattened full tensor that make up a piece: arrays of their offsets in the tensor, offsets
+    in the piece, and lengths.
+    """
 
     full: Numbers
     """Offset of each range in the full tensor."""
@@ -84,7 +86,7 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start:stop`` of the flattened rows ``part`` of a tensor, such as the ZeRO shard of one data rank."""
+    """Elements ``start:stop`` of the flattened ``part`` (rows of a tensor), such as the ZeRO shard of one data rank."""
 
     part: Part
     start: int
@@ -164,8 +166,8 @@ def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: It
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
     """Returns True if every element of a tensor of ``shape`` is in exactly one of ``pieces``.
 
-    Returns False if the pieces' parts (ranges of rows) do not divide the tensor along one common dim, or are
-    incomplete. The cost does not depend on the tensor's size.
+    Also returns False if the pieces belong to parts (ranges of rows) that overlap, or that extend along different dims.
+    The cost does not depend on the tensor's size.
     """
     ranges: dict[Part, list[tuple[int, int]]] = {}
     for piece in pieces:

@@ -144,7 +144,8 @@ def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict
 
     Args:
         read: function that returns the bytes of the file from a start to a stop offset.
-        size, what: bytes of the file, and its name for errors.
+        size: number of bytes in the file.
+        what: name of the file for errors.
 
     Raises:
         CheckpointError: the file is not safetensors, or its tensors leave gaps.

@@ -58,7 +58,9 @@ def step_of(name: str) -> tuple[int, int] | None:
 
 
 def committed(files: Files, folder: Path) -> list[Path]:
-    """Returns the folders of the complete checkpoints in a run's folder, the newest last; [] if it does not exist."""
+    """Returns the folders of the complete checkpoints in a run's folder, the newest last; [] if ``folder`` does not
+    exist.
+    """
     if not files.is_folder(folder):
         return []
     found = [(key, folder / name) for name in files.names(folder) if (key := step_of(name)) is not None]
@@ -177,9 +179,7 @@ def commit(files: Files, written: Path, step: int) -> Path:
 
 
 def point_to(files: Files, step: Path, attempt: str) -> None:
-    """Writes the name of the newest checkpoint ``step`` into the run's file ``latest``. ``attempt``: random id of the
-    save.
-    """
+    """Records ``step`` as the run's newest checkpoint, in the file ``latest``. ``attempt``: random id of the save."""
     hint = step.parent / f"latest.tmp-{attempt}"
     write_new(files, hint, [memoryview(dump({"newest": step.name}))])
     files.rename(hint, step.parent / "latest")
@@ -227,8 +227,8 @@ class FolderLocks:
         self._closed = False
 
     def hold(self, folder: Path, early: bool = False) -> None:
-        """Locks the existing folder ``folder`` until ``close``. A second call does nothing, unless the folder was made
-        again.
+        """Locks the existing folder ``folder`` until ``close``. A second call for the same folder does nothing, unless
+        the folder was deleted and created again.
 
         ``early``: True before the first save. A lock of another engine in this process is then no error, because that
         engine may be about to close.

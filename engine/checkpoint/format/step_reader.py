@@ -75,7 +75,7 @@ class OpenCheckpoint(Protocol):
         """Reads the file ``file`` and checks the hash of every block. Does nothing if the checkpoint has no hashes."""
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
-        """Returns all tensors in the file ``file`` of the checkpoint: key -> (dtype and shape, bytes)."""
+        """Returns all tensors in the file ``file`` of the checkpoint: key -> (dtype and shape, contents)."""
 
 
 class StepReader:
@@ -147,7 +147,7 @@ class StepReader:
                 yield chunk.data
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
-        """Returns all tensors of a file: key -> (dtype and shape, bytes).
+        """Returns all tensors of a file: key -> (dtype and shape, contents).
 
         Raises:
             CheckpointError: the checkpoint has no such file.
