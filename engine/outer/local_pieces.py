@@ -96,7 +96,7 @@ class LocalPieces:
 
     @property
     def layout(self) -> RankLayout:
-        """Elements that this rank pushes to the stores and pulls from them."""
+        """Layout of this rank's messages: the elements that it pushes to the stores and pulls from them."""
         pushed = tuple(NamedPiece(each.name, each.pushed) for each in self.pieces if each.pushed is not None)
         return RankLayout(pushed, tuple(NamedPiece(each.name, each.pulled) for each in self.pieces))
 

@@ -180,7 +180,7 @@ class Plan:
 
     @property
     def tie_owners(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of pipeline ranks that share a tied parameter, in the same order on all ranks."""
+        """Groups of pipeline ranks that share tied parameters; all ranks get the groups in the same order."""
         return tuple(sorted({row.owners for row in self.table if len(row.owners) > 1}))
 
     @property

@@ -108,7 +108,7 @@ class ForwardInputs:
     def rest(self, microbatch: Batch) -> list[Any]:
         """Returns the values of ``microbatch`` that the model's forward does not receive, such as targets.
 
-        Returns [] if the user's ``inputs`` is a function.
+        Returns [] if the user's ``inputs`` is a function, since the rest is then unknown.
         """
         microbatch = self.kept(microbatch)
         if callable(self.stated):

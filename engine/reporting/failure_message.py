@@ -106,7 +106,7 @@ def _is_first(sentence: str) -> bool:
 
 
 def is_consequence(words: str) -> bool:
-    """Returns True if the error message ``words`` says that another rank had failed first."""
+    """Returns True if the error message ``words`` is from a rank that failed because another rank had failed."""
     return any(part in words for part in CONSEQUENCES)
 
 

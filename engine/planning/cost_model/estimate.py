@@ -206,7 +206,7 @@ class SecondsByPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutEstimate:
-    """Estimated seconds and memory of a training step with one layout."""
+    """Estimated seconds and memory of a training step with one parallel layout."""
 
     layout: TrainingLayout
     seconds: SecondsByPart

@@ -396,7 +396,7 @@ class Ledger:
         return is_boundary and is_due and self.journal is not None and not self.is_replaying
 
     def run_internal(self, route: str, command: Command, line: str | None = None) -> None:
-        """Queues the service's own ``command`` before clients'; ``route``: its kind; ``line``: id of its model."""
+        """Queues a ``command`` of the service before clients' commands; ``route``: its kind; ``line``: model's id."""
         self._internal += 1
         self.queue.put(FutureEntry(f"{route}/{self._internal}", INTERNAL, command, line, route=route))
 
