@@ -307,7 +307,8 @@ def encode_with_feedback(codec: DeltaCodec, values_n: Tensor, residual_n: Tensor
 
         wanted = values + decay * residual;  message = encode(wanted);  residual = wanted - decode(message)
 
-    Overwrites ``residual_n``, the encoding error of the previous message, fp32 [n]. Non-finite errors become 0.
+    Overwrites ``residual_n``, fp32 [n], the previous message's encoding error, with the new error; non-finite elements
+    become 0.
     """
     wanted_n = values_n.detach().double() + decay * residual_n.double()
     message_m = codec.encode(wanted_n)

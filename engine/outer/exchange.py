@@ -43,8 +43,8 @@ _FIELDS = 6
 
 @dataclass(slots=True)
 class PushFlight:
-    """State of one push (gradients or weight differences of some tensors) until this site has the store's merged
-    weights.
+    """Progress of one push (gradients or weight differences of some tensors): upload, the store's offer, and download
+    of the merged weights.
     """
 
     meta: PushMeta
@@ -64,7 +64,7 @@ class PushFlight:
         return self.body is not None and self.body.done()
 
     def ends_with(self, offer: Offer) -> bool:
-        """Returns True if the merged weights that the store offers include this push."""
+        """Returns True if the merged weights in ``offer``, from the store, include this push."""
         return offer.merged >= self.meta.key.seq and offer.version >= self.least
 
 
@@ -73,7 +73,7 @@ class StoreExchange:
 
     Args:
         link: connection to the stores.
-        life: number of this run of the site, from the reply of ``StoreLink.join``.
+        life: number of this run of the site's processes, from the reply of ``StoreLink.join``.
         lease: seconds without a request after which a store counts the site as lost; rank 0 renews the lease in a
             thread.
     """

@@ -21,9 +21,7 @@ Rows = Sequence[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Group of whole tensors that training sites push and merge together; with several stores, one store's part of such
-    a group.
-    """
+    """Group of whole tensors, all on one store, that training sites push and merge together."""
 
     index: int
     """Number of the fragment; its parts on all stores have the same number."""

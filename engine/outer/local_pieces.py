@@ -96,7 +96,7 @@ class LocalPieces:
 
     @property
     def layout(self) -> RankLayout:
-        """Elements that this rank pushes to the stores and pulls from them."""
+        """Layout of this rank's messages: the elements that it pushes to the stores and pulls from them."""
         pushed = tuple(NamedPiece(each.name, each.pushed) for each in self.pieces if each.pushed is not None)
         return RankLayout(pushed, tuple(NamedPiece(each.name, each.pulled) for each in self.pieces))
 
@@ -105,9 +105,9 @@ class LocalPieces:
         return tuple(each for each in self.pieces if each.fragment == fragment)
 
     def pulled(self, fragment: int, body: Tensor) -> Iterator[tuple[LocalPiece, Tensor]]:
-        """Yields (piece, view of its values in ``body``) for each piece of ``fragment`` on this rank.
+        """Yields each of this rank's pieces of fragment number ``fragment``, with a view of its values in ``body``.
 
-        ``body`` has the merged values of these pieces in order, fp32 [elements].
+        ``body``: merged values of these pieces, concatenated, fp32 [elements].
         """
         own = self.of(fragment)
         sizes = [each.pulled.elements for each in own]
@@ -125,7 +125,7 @@ class LocalPieces:
 def find_pieces(
     plan: Plan, coord: Coord, buckets: Sequence[FlatBucket], fragments: int = 1, stores: int = 1
 ) -> LocalPieces:
-    """Returns the pieces of tensors that the rank at ``coord`` updates, and the fragments of the model.
+    """Returns the pieces of tensors that the rank at ``coord`` updates, and the model's fragments (groups of tensors).
 
     The fragments are equal on all ranks and for every parallel layout.
 
@@ -155,7 +155,7 @@ def find_pieces(
 class UntrainedState:
     """Frozen parameters and persistent buffers of one rank, for a check that all sites start with equal values.
 
-    Their digests do not depend on the parallel layout. Quantized weights have no digest.
+    The check compares digests, which do not depend on the parallel layout. Quantized weights have no digest.
     """
 
     plan: Plan

@@ -90,7 +90,7 @@ class JoinReply:
 class PushKey:
     """Identity of a push of gradients or weight differences; a second push with an equal key has no effect.
 
-    ``seq`` counts, from 0, the pushes of one fragment (group of tensors) in one run of a site (``life``).
+    ``seq`` counts, from 0, the pushes of one fragment (group of tensors) in run number ``life`` of a site's processes.
     """
 
     life: int
@@ -150,7 +150,7 @@ class Offer:
 
 
 class PushState(Enum):
-    """State of a push on the store."""
+    """State of a push on the store: parts missing, complete, or merged."""
 
     PARTIAL = "partial"
     """Bodies of other ranks are missing."""
@@ -203,9 +203,9 @@ class StoreLink(Protocol):
         """Sentence about a store that does not answer; empty if all answer."""
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new life of a site, one run of its processes, and ends its earlier life.
+        """Starts a new life (run of the processes) of a site, and ends its earlier life.
 
-        Only rank 0 of the site calls it. Complete earlier pushes remain and are merged later.
+        Only rank 0 of the site calls it. Complete pushes of the earlier life remain and are merged later.
         """
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
@@ -214,7 +214,7 @@ class StoreLink(Protocol):
         """
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Sends ``rank``'s initial weights of ``fragment``.
+        """Sends ``rank``'s initial weights of ``fragment``; call it if ``JoinReply.seeds`` is True.
 
         ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes].
         """

@@ -11,7 +11,7 @@ from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
 
 class PulledWeights(FlatOptimizer):
-    """Optimizer of a training site that copies weights from the store over the parameters, and computes no updates."""
+    """Optimizer that computes no updates, but copies the weights passed to :meth:`give` into the parameters."""
 
     def __init__(self, params: ParamsT, lr: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})

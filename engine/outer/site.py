@@ -51,7 +51,8 @@ logger = logging.getLogger("trine")
 class OuterState:
     """Progress of a training site in its exchange with the stores.
 
-    ``pushed_bytes``, ``pulled_bytes`` and ``waited`` are of this rank; all else is equal on all ranks of the site.
+    ``pushed_bytes``, ``pulled_bytes`` and ``waited`` are of this rank; the other fields are equal on all ranks of the
+    site.
     """
 
     life: int
@@ -163,9 +164,9 @@ class OuterLoop(StepPart):
     def before_update(self, step: StepState) -> BaseException | None:
         """Pushes the step's gradients, and waits for the store's answer, before the optimizer runs.
 
-        The store sends new weights, which the optimizer copies, or summed gradients, which replace the gradients of
-        this step. Does nothing if sites push weight differences. Returns the error of ``step`` or of the exchange, or
-        None. All ranks of the site call it.
+        The store answers with new weights, which the optimizer copies; with ``Content.SUMS``, it answers with summed
+        gradients, which replace this step's. Does nothing if sites push weight differences. Returns the error of
+        ``step`` or of the exchange, or None. All ranks of the site call it.
         """
         if self._content is Content.DELTAS:
             return step.problem
@@ -190,6 +191,7 @@ class OuterLoop(StepPart):
 
         Args:
             made: number of optimizer updates so far, including this step's.
+            skipped: ignored.
         """
         self._steps, self._made = self._steps + 1, made
         self._rows = (self._rows or 0) + (self._plan.config.train_batch_size or 0)

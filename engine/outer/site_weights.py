@@ -35,7 +35,7 @@ class Anchors:
         buckets: flat buckets of the weights; each is one tensor for many parameters.
         places: tensors that the optimizer updates; checkpoints store anchors under the names of these tensors'
             parameters.
-        feedback: True to also store the encoding errors of pushes.
+        feedback: True to also store encoding errors, for error feedback.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], places: Sequence[OptimizerTensor], feedback: bool) -> None:
@@ -45,8 +45,8 @@ class Anchors:
         """True once the anchors have values, from the store or from a checkpoint."""
 
     def of(self, piece: LocalPiece, kind: str = ANCHOR) -> Tensor:
-        """Returns a view of the anchor of ``piece``, fp32 [elements]; with ``kind`` = ``FEEDBACK``, of its encoding
-        error.
+        """Returns a view of the anchors (reference weights) of ``piece``, fp32 [elements]; of its encoding errors if
+        ``kind`` is ``FEEDBACK``.
         """
         return piece.within(self._owned[kind][piece.flat.bucket.index])
 
@@ -62,7 +62,8 @@ class Anchors:
     def prepare(self, stored: Mapping[str, object]) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
         """Returns views into which a checkpoint's anchors and encoding errors can be loaded, by parameter and kind.
 
-        A kind is included if the checkpoint has it for every tensor. Sets all encoding errors to zero first.
+        Leaves out a kind (anchors or encoding errors) that the checkpoint lacks for some tensor. Sets all encoding
+        errors to zero first.
 
         Args:
             stored: mapping with the names in the checkpoint as keys, such as "outer_anchor/" and a parameter's name.
@@ -74,7 +75,7 @@ class Anchors:
         return {place.parameter: {kind: self._view(place, kind) for kind in kinds} for place in self._places}
 
     def forget(self) -> None:
-        """Does nothing when the user replaces weights; the change counts as progress of this site."""
+        """Does nothing when the user replaces weights: anchors stay, and the next push contains the change."""
 
     def _view(self, place: OptimizerTensor, kind: str) -> Tensor:
         start = place.flat.owned.start
@@ -148,9 +149,9 @@ class SiteWeights:
         """Updates this rank's weights of ``fragment`` with ``body``, their merged values from the store, fp32
         [elements].
 
-        The new weights are body + weight - anchor (weight after the last exchange). With ``outer.mixing`` = m, they are
-        m * weight + (1 - m) * body. With ``alone``, they are body. If sites push weight differences, body becomes the
-        anchor. All-gathers parameters, label "parameters".
+        The new weights are body + (weight - anchor); the anchor is the weight after the last exchange. With
+        ``outer.mixing`` = m, they are m * weight + (1 - m) * body. With ``alone``, they are ``body``. If sites push
+        weight differences, sets the anchor to ``body``. All-gathers parameters, label "parameters".
         """
         mixing = self._outer.mixing
         for flat in self.local.buckets(fragment):

@@ -37,7 +37,7 @@ class MessageBuffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionMemory:
-    """Change of a rank's live bytes by one pipeline action: a forward or backward of one stage and microbatch."""
+    """Change of a rank's live bytes by one pipeline action (forward or backward of a stage for one microbatch)."""
 
     rise: int
     """Peak bytes during the action minus live bytes before it; gathered parameters are included."""
@@ -106,11 +106,10 @@ def peak_of_row(
     """Returns the peak of live bytes on a rank that runs ``actions`` in order, and the action at the peak.
 
     Args:
-        releases: for each action, indices of earlier actions; tensors that the earlier ones sent are freed before the
-            action begins.
+        releases: for each action, indices of earlier actions with sent tensors that are freed before it begins.
         memory_of: function that returns the memory change of an action.
         base: live bytes between steps, without message buffers.
-        end_rise: peak bytes during the final gradient reduction minus live bytes after the last action.
+        end_rise: bytes by which the peak of the final gradient reduction exceeds the live bytes after the last action.
     """
     memories = _memories(actions, memory_of)
     level = _Level(base)

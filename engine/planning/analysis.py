@@ -450,7 +450,7 @@ def cut_by(config: Config, trace: ModelTrace, costs: Costs, stages: int) -> Part
     requires.
 
     Raises:
-        PlanError: there is no such partition, or ``costs`` belong to other module calls than ``trace``.
+        PlanError: there is no such partition, or ``costs`` do not belong to the module calls of ``trace``.
     """
     costs.check(trace)
     split = None if config.parallel.split == "auto" else config.parallel.split

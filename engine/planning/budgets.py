@@ -54,7 +54,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Order of a rank's all-gathers of sharded parameters in a step (ZeRO 3)."""
+    """Plan of the all-gathers with which a rank gathers sharded parameters in a step (ZeRO 3)."""
 
     order: GatherOrder
     passes: tuple[Action, ...]
@@ -69,11 +69,11 @@ class GatherPlan:
 
     @property
     def gathers(self) -> Gathers:
-        """Number of all-gather calls in a step, and the number of gathers of each bucket (flat buffer)."""
+        """Counts of one step: all-gather calls, and gathers of each bucket (flat buffer)."""
         return self.over(None)
 
     def over(self, axis: Axis | None) -> Gathers:
-        """Returns the numbers of all-gathers in a step over ``axis``, or over all axes if it is None."""
+        """Returns the counts of all-gathers in a step for parameters sharded over ``axis``; None: all parameters."""
         return count_gathers(self.order, self.passes, self.pinned, self.within.buckets, axis)
 
     @property
@@ -89,7 +89,7 @@ class GatherPlan:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of a rank's state between steps, by memory (device, host, disk) and, except on disk, by kind of state."""
+    """Bytes of a rank's state between steps: on device and host by kind of state, and on disk in total."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -189,9 +189,9 @@ def _held(kinds: Mapping[str, int]) -> dict[str, int]:
 
 
 def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> frozenset[int]:
-    """Returns the indices of the buckets (flat buffers) that the CPU updates because of ``offload_optimizer``.
+    """Returns the indices of the buckets (flat buffers) that the CPU updates under ``offload_optimizer``.
 
-    With ``offload_param``, the CPU also updates every bucket without fp32 masters.
+    With ``offload_param``, the CPU also updates every bucket without fp32 master weights.
     """
     offload = config.zero_optimization.offload_optimizer
     ratio = 1.0 if offload.ratio == "auto" else offload.ratio  # a plan has a number
@@ -294,8 +294,8 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Returns the number of data and context ranks on one node. Without ``parallel.gpus_per_node``, counts them in the
-    whole grid.
+    """Returns the number of data and context ranks on one node. Without ``parallel.gpus_per_node``, counts the whole
+    grid as one node.
     """
     node, grid = config.parallel.gpus_per_node, config.grid(0)
     ranks = grid.size(grid.sums)
@@ -337,7 +337,7 @@ def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
     """Returns a rank's traffic in a step for all-gathers of sharded parameters and for control messages about them.
 
-    Ranks that call different modules send more control messages than this counts.
+    If data ranks call different modules than each other, they send more control messages than counted here.
     """
     ranks, axis, rows = config.shards, config.grid(0).sharding, list[Traffic]()
     if ranks == 1:
@@ -445,7 +445,8 @@ def stage_traffic(
 
 
 def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
-    """Returns a rank's traffic per step for control: all-reduced totals of the step, and checks of equal batches.
+    """Returns a rank's control traffic per step, such as all-reduces of totals and checks that ranks have equal
+    batches.
 
     ``world``: number of ranks. ``experts``: number of experts with counted tokens, over all layers.
     """

@@ -39,7 +39,7 @@ from engine.program.program import Program
 class SharedSequences:
     """Tracer of an example batch, in which each context rank has a part of every sequence.
 
-    If a module of the model raises for a part, this module gets full sequences.
+    A module that raises an error on a part of a sequence gets full sequences.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class SharedSequences:
     def trace(self, stages: int, watch: CollectiveRecorder | None) -> ModelTrace:
         """Returns the trace of one training microbatch (forward and loss) for ``stages`` pipeline stages.
 
-        If a trace shows that a module needs other positions, such as full sequences, gives it these and traces again.
-        ``watch``: recorder of tensor- and context-parallel traffic, or None.
+        If a module turns out to need more of a sequence than this rank's part, provides it and traces again. ``watch``:
+        recorder of tensor- and context-parallel traffic, or None.
         """
         while True:
             patches, needs = ForwardPatches(), None
@@ -121,7 +121,7 @@ def trace_example(
         example: batch with the shapes of the microbatch.
         stages: number of pipeline stages.
         watch: recorder of tensor- and context-parallel traffic, or None.
-        material: object that receives the arguments of every module call, or None.
+        material: record that is filled with the arguments of every module call, or None.
         split: ``parallel.split`` of the configuration; the trace records each module named there as a call of its own.
 
     Raises:

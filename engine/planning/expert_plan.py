@@ -86,7 +86,7 @@ class ExpertPlan:
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """Names of parameters with a gradient that must be summed over tensor ranks."""
+        """Names of the MoE modules' parameters with gradients that must be summed over tensor ranks."""
         common = (f"{each.name}.{own}" for each in self.routed for own in each.common)
         return (*(name for each in self.routed for name in each.parameters), *common)
 
@@ -102,7 +102,7 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """Plan of router replay, in which routers read their choice of experts from the batch."""
+    """Plan of router replay, in which routers take expert choices from the batch instead of computing them."""
 
     routers: tuple[tuple[RouterChoice, int], ...]
     """The routers in their order, each with the number of its layer."""
@@ -161,7 +161,8 @@ def _numbered(routers: tuple[RouterChoice, ...], blocks: tuple[str, ...]) -> Rep
 
 
 def around_experts(config: Config, model: nn.Module, shared: ExpertPlan | None) -> tuple[str, ...]:
-    """Returns the names of the MoE modules and routers that the engine wraps, such as for expert parallelism.
+    """Returns the names of the MoE modules and routers that the engine wraps for expert parallelism, router replay or
+    expert counts.
 
     ``shared``: plan of expert parallelism, or None.
     """

@@ -30,7 +30,7 @@ from engine.zero.layout import FlatLayout, Item, Turn, build_layout
 
 @dataclass(frozen=True)
 class Users:
-    """Index from each parameter to the pipeline stages and gather groups (ZeRO 3) that use it."""
+    """Lookup of the pipeline stages and gather groups (ZeRO 3) that use a parameter."""
 
     stages_of_rank: tuple[tuple[int, ...], ...]
     partition: Partition | None
@@ -39,7 +39,9 @@ class Users:
     """Gather groups; None if parameters are not sharded."""
 
     def stages(self, row: ShardRow, pp: int) -> tuple[int, ...]:
-        """Returns the stages of pipeline rank ``pp`` that use the parameter ``row``; () if that rank has one stage."""
+        """Returns the stages of pipeline rank ``pp`` that use the parameter ``row``; always () if the rank has only one
+        stage.
+        """
         here = self.stages_of_rank[pp]
         if self.partition is None or len(here) == 1:
             return ()
@@ -174,7 +176,7 @@ SHARDED_DTYPES = (
 def without_unread_heads(
     model: nn.Module, replacements: Sequence[Replacement], layouts: FlatLayouts
 ) -> tuple[tuple[Replacement, ...], tuple[str, ...]]:
-    """Returns (``replacements`` without unusable chunked language-model heads, one note for each head left out).
+    """Returns (``replacements`` without unusable chunked language-model heads, one note for each removed head).
 
     A head is unusable if the loss cannot read its weight, which is on an earlier pipeline stage or freed by ZeRO 3.
     """

@@ -143,7 +143,7 @@ class StylesCache:
 
 
 def kept_or_found(digest: Callable[[], str | None], find: Callable[[], FoundStyles]) -> FoundStyles:
-    """Returns the cached styles of a search; without them, runs the search and caches its result.
+    """Returns the cached result of a search; if there is none, runs the search and caches its result.
 
     ``digest``: function that returns the cache key, or None if the search cannot be cached. ``find``: function that
     runs the search.

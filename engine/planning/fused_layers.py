@@ -28,9 +28,9 @@ def measured_overlap(config: Config, device: torch.device, card: str | None = No
 
 
 def fused_layers(plan: Plan, measured: OverlapChoices | None) -> tuple[str, ...]:
-    """Returns a text such as "layers.*.up from 512 rows" for each pattern of layers with fused communication.
+    """Returns one text, such as "layers.*.up from 512 rows", for each pattern of layers with fused communication.
 
-    The forward is fused from this number of token rows on. ``measured``: measurements of this GPU type, or None.
+    Forwards with at least this number of token rows are fused. ``measured``: measurements of this GPU type, or None.
     """
     if measured is None:
         return ()

@@ -20,9 +20,9 @@ from engine.zero.wire_formats import WireFormats
 
 
 def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
-    """Returns the values of ``offload_optimizer.ratio`` at which a further bucket (flat buffer) moves to the host.
+    """Returns the values of ``offload_optimizer.ratio`` at which another bucket (flat buffer) moves to the host.
 
-    They ascend from 0 to 1. Any other ratio has the effect of the next higher value.
+    They ascend from 0 to 1. A ratio between two of them acts as the higher one.
     """
     found = {0.0, 1.0}
     for layout in layouts:
@@ -56,7 +56,7 @@ def with_ratio(config: Config, ratio: float) -> Config:
 
 
 def refuse_limit(limit: float, rank: int, state: Mapping[str, int]) -> PlanError:
-    """Returns the error for a ``rank`` above its device memory limit of ``limit`` GiB, with all optimizer state on the
+    """Returns the error for a ``rank`` that exceeds ``limit`` GiB of device memory even with all optimizer state on the
     host.
 
     ``state``: bytes on the device of ``rank``, by kind.
@@ -78,7 +78,9 @@ def refuse_unknown() -> PlanError:
 
 
 def setting_notes(program: Program, config: Config, precision: Precision, formats: WireFormats) -> tuple[str, ...]:
-    """Returns notes for the startup banner about settings with no effect or an unexpected one, one sentence each."""
+    """Returns notes for the startup banner about settings without effect or with an unexpected effect, one sentence
+    each.
+    """
     notes, model = list(config.notes), program.model
     if program.loss_fn is None and hasattr(model, "generate") and hasattr(model, "config"):
         notes.append(

@@ -81,7 +81,9 @@ class IsolatedBlock:
             patches.wrap_forward(self._module, PatchLayer.RECOMPUTE, forward, "is recomputed in backward")
 
     def time(self, arguments: Arguments) -> Seconds:
-        """Runs the copy's forward and backward once with random tensors of recorded shapes; returns their seconds."""
+        """Runs the copy's forward and backward once with random tensors in the shapes of ``arguments``; returns the
+        seconds of both.
+        """
         return self._run(_Given(arguments, self._device), nullcontext())[0]
 
     def weigh(self, arguments: Arguments) -> tuple[Seconds, BlockBytes]:
@@ -254,7 +256,8 @@ def is_sample(node: object) -> bool:
 def copy_block(
     model: nn.Module, name: str, precision: Precision, device: torch.device, left_out: Collection[str] = ()
 ) -> nn.Module:
-    """Returns a copy of the module ``name`` of ``model`` on ``device``, with random parameters and equal buffers.
+    """Returns a copy of the module ``name`` of ``model`` on ``device``, with random parameters and the same buffer
+    values.
 
     ``left_out``: names, within the module, of parameters that become meta tensors.
 

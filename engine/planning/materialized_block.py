@@ -37,7 +37,7 @@ class IsolatedRunError(Exception):
 def alone() -> Iterator[None]:
     """Opens a context in which exceptions of user code become :class:`IsolatedRunError`.
 
-    Errors of the engine's own code, and ``WholeWeightError`` (code reads a full low-rank weight), pass through.
+    Errors of the engine's own code, and ``WholeWeightError``, pass through unchanged.
     """
     try:
         yield
@@ -65,7 +65,7 @@ class MaterializedBlock:
 
     @property
     def fits_whole(self) -> bool:
-        """True if the block has low-rank random weights, and their full forms fit in 1 GiB."""
+        """True if the block has weights stored as low-rank products, and they would fit in 1 GiB as full matrices."""
         sizes = [parameter.numel() for name, parameter in self.block.named_parameters() if name in self.low_rank]
         return 0 < sum(sizes) <= MOST_WHOLE
 

@@ -139,8 +139,8 @@ class Plan:
         return hosted_buckets(self.layout(coord), self.config, self.precision)
 
     def owner_of_buffer(self, name: str) -> int:
-        """Returns the pipeline rank with the current value of the module buffer ``name`` after a forward; 0 without a
-        pipeline.
+        """Returns the pipeline rank that updates the module buffer ``name`` in a forward, and so has its current value;
+        0 without a pipeline.
         """
         if self.partition is None or self.trace is None:
             return 0
@@ -180,12 +180,14 @@ class Plan:
 
     @property
     def tie_owners(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of pipeline ranks that share a tied parameter, in the same order on all ranks."""
+        """Groups of pipeline ranks that share tied parameters; all ranks get the groups in the same order."""
         return tuple(sorted({row.owners for row in self.table if len(row.owners) > 1}))
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Point-to-point links between pipeline ranks, for the tensors of stages and for full state dicts on rank 0."""
+        """Point-to-point links between pipeline ranks: for activations and gradients, and for sending full state dicts
+        to rank 0.
+        """
         links = {state_link(rank, 0) for rank in range(1, self.config.pp)}
         for plan in self.partition.stages if self.partition is not None else ():
             for other in plan.receives.values():
@@ -264,7 +266,7 @@ class Plan:
         return MatrixOwners(self.config, self.table.rows, rules, self.layouts) if rules else None
 
     def factors(self, coord: Coord) -> FactorRoutes | None:
-        """Returns the all-reduces of Adafactor's statistics at ``coord``; None if it updates no parameter there."""
+        """Returns the all-reduces of Adafactor's statistics at ``coord``; None if Adafactor updates nothing there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.factored)
         return factor_routes(self._summed(coord), groups, self.config)
 
@@ -329,7 +331,7 @@ class Plan:
 
 
 def stages_wanted(config: Config) -> int:
-    """Returns the number of pipeline stages to trace; for schedule "auto", one per rank."""
+    """Returns the number of pipeline stages for which to trace the model; for schedule "auto", one per rank."""
     return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
 
 

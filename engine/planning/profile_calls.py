@@ -60,7 +60,9 @@ class Costs:
     """Type of the measured device; empty if none was measured."""
 
     def transfer_seconds(self, count: float) -> float:
-        """Returns the estimated seconds to send ``count`` bytes to the next pipeline rank; 0 if the costs are FLOPs."""
+        """Returns the estimated seconds to send ``count`` bytes to the next pipeline rank; 0 if these costs are not
+        measured.
+        """
         latency, bytes_a_second = expected_link(self.device)
         return latency + count / bytes_a_second if self.measured else 0.0
 
@@ -128,7 +130,7 @@ def measure_calls(
     run: tuple[Precision, torch.device],
     ways: Mapping[str, Selective] = MappingProxyType({}),
 ) -> Costs:
-    """Measures copies of the modules that ``trace`` calls, and returns their costs; these are FLOPs if nothing could be
+    """Measures copies of the modules that ``trace`` calls, and returns the costs, as FLOPs if nothing could be
     measured.
 
     ``material``: recorded arguments of the calls. ``run``: (precision, device). ``ways``: selective recomputation by

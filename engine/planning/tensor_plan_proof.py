@@ -132,10 +132,11 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
 def wrong_outside_blocks(
     plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
 ) -> tuple[str, ...]:
-    """Returns the names of the layers outside blocks that make the forward of ``plan`` fail.
+    """Returns the names of layers outside the model's blocks that make the forward of ``plan`` fail if they are
+    sharded.
 
-    The forward succeeds if they stay unsharded; if there are no such layers, returns all layers outside blocks.
-    ``failure``: function that runs a plan's forward and returns its error, or None.
+    If no such layers are found, returns all sharded layers outside blocks. ``failure``: function that runs a plan's
+    forward and returns its error, or None.
     """
     styles, blocks = match_styles(model, plan.patterns), find_units(model).blocks
     outside = [name for name in styles if not any(is_inside(name, block) for block in blocks)]

@@ -49,7 +49,7 @@ _SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Representative of several equal modules, for the search or proof of a tensor-parallel plan."""
+    """Representative of modules with equal code and shapes, for the search or proof of a tensor-parallel plan."""
 
     name: str
     arguments: tuple[Arguments, ...]
@@ -90,7 +90,7 @@ class SearchedProgram:
         return ProgramDigest(self.program, self.example)
 
     def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True, whole: _Names = ()) -> FoundStyles:
-        """Searches tensor-parallel styles (column, row etc.) of the model's layers for ``tp`` ranks; returns them.
+        """Finds tensor-parallel styles (column, row etc.) of the model's layers for ``tp`` ranks; returns the styles.
 
         ``low_rank``: draw large weights as products of two thin matrices. ``whole``: modules that may stay unsharded.
 
@@ -198,13 +198,13 @@ def search_conditions(model: nn.Module) -> Iterator[None]:
 
 
 def local_name(unit: str, name: str) -> str:
-    """Returns the module name ``name`` relative to ``unit``, a module around it; "" for ``unit`` itself."""
+    """Returns the module name ``name`` relative to the enclosing module ``unit``; "" for ``unit`` itself."""
     return name[len(unit) + 1 :]
 
 
 @dataclass(frozen=True, slots=True)
 class DistinctUnits:
-    """Modules on which a tensor-parallel plan is searched or proven, one for each group of equal modules."""
+    """Modules for the search or proof of a tensor-parallel plan, one for each group with equal code and shapes."""
 
     units: tuple[Unit, ...]
     trace: ModelTrace
@@ -216,7 +216,7 @@ class DistinctUnits:
 
 
 def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
-    """Returns one module for each group of equal modules that the example's forward calls.
+    """Returns one module for each group of modules with equal code and shapes in the example's forward.
 
     Leaves out modules without submodules.
 

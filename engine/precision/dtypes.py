@@ -36,9 +36,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Widths(NamedTuple):
-    """Dtypes of a group of parameters in forward, and of their accumulated gradients, master weights and optimizer
-    moments.
-    """
+    """Dtypes of a group of parameters: of the forward, accumulated gradients, master weights and optimizer moments."""
 
     compute: torch.dtype
     sums: torch.dtype
@@ -154,11 +152,10 @@ def half_note(model: nn.Module, precision: Precision) -> str | None:
 
 
 def make_precision(config: Config, model: nn.Module) -> Precision:
-    """Returns the dtypes of a run, from the configuration and the modules of ``model`` that stay in fp32.
+    """Returns the dtypes for a run of ``model`` with this configuration.
 
     Raises:
-        ConfigError: a pattern of ``keep_fp32`` matches no module, or matches only one of two modules that share a
-            tensor.
+        ConfigError: a pattern of ``keep_fp32`` matches no module, or only some of the modules that share a tensor.
     """
     wire = NAMED_DTYPES[config.communication_data_type]
     compute = torch.bfloat16 if config.bf16.enabled else torch.float16
@@ -188,12 +185,12 @@ def place_rest(
     absent: Collection[str] = (),
     placed: Collection[str] = (),
 ) -> None:
-    """Moves buffers, and frozen parameters outside of flat buckets, to ``device`` and casts them to their forward
-    dtype.
+    """Moves buffers, and frozen parameters not named in ``absent`` or ``placed``, to ``device`` and casts them to their
+    forward dtype.
 
     Args:
         absent: names of parameters of other pipeline stages, which become placeholders without memory.
-        placed: names of parameters in flat buckets, which stay unchanged.
+        placed: names of parameters in flat buckets (tensors of many parameters), which stay unchanged.
     """
     for name, parameter in model.named_parameters():
         narrow = precision.frozen(name, parameter.dtype)

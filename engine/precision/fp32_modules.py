@@ -28,7 +28,7 @@ from engine.parallel.tensor.deferred_linear import is_conv1d
 
 @dataclass(frozen=True, slots=True)
 class KeptFp32:
-    """Names of modules, parameters and buffers that compute in fp32 in a bf16 or fp16 run."""
+    """Names of modules that compute in fp32, and of parameters and buffers in fp32, in a bf16 or fp16 run."""
 
     modules: tuple[str, ...] = ()
     """Names of the outermost matching modules, each module once."""
@@ -132,11 +132,10 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def put_casts(model: nn.Module, kept: KeptFp32, compute: torch.dtype | None, patches: ForwardPatches) -> None:
-    """Makes fp32 modules and torch layers of ``model`` cast their inputs in a 16-bit run, until ``patches`` are
-    removed.
+    """Makes modules of ``model`` cast their inputs to the dtype in which they compute, until ``patches`` are removed.
 
-    Modules of ``kept`` compute in fp32. torch layers cast floating inputs to the dtype of their parameters. Does
-    nothing if ``compute`` is None.
+    Modules of ``kept`` compute in fp32, and torch layers in the dtype of their parameters. ``compute``: bf16 or fp16;
+    None: does nothing.
     """
     if compute is None:
         return

@@ -30,7 +30,7 @@ def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
     Returns {} if ``quantize_frozen`` is off.
 
     Raises:
-        ConfigError: a pattern of its ``skip`` matches no frozen parameter, or ``checkpoint.frozen`` is on.
+        ConfigError: a pattern of ``quantize_frozen.skip`` matches no frozen parameter, or ``checkpoint.frozen`` is on.
         PlanError: no weight can be quantized.
     """
     settings = config.quantize_frozen
@@ -61,7 +61,7 @@ def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
 
 
 def refuse_outside_reads(table: ShardTable) -> None:
-    """Raises if code outside of a layer reads a weight that ``quantize_frozen`` stores in few bits.
+    """Raises if a weight that ``quantize_frozen`` stores in few bits is read by code outside its layer.
 
     Args:
         table: one row for each parameter, with its format and use.
@@ -150,8 +150,8 @@ def refuse_foreign_codes(model: nn.Module, config: Config) -> None:
     """Refuses settings that do not work with weights quantized by bitsandbytes, if ``model`` has such weights.
 
     Raises:
-        ConfigError: the configuration shards, gathers, quantizes or checkpoints them.
-        PlanError: the weights have a floating dtype, which hides that they are quantized.
+        ConfigError: the configuration shards, gathers, quantizes or checkpoints these weights.
+        PlanError: the weights have a floating dtype, so it is unknown if they are quantized.
     """
     weight = next(_found(model), None)
     if weight is None:

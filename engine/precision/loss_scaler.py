@@ -34,7 +34,8 @@ class LossScale:
     def after(self, overflow: bool) -> "LossScale":
         """Returns the loss scale of the next step.
 
-        A dynamic scale halves after ``hysteresis`` steps with overflow, and doubles after ``window`` steps without.
+        A dynamic scale halves on overflow, after ``hysteresis`` - 1 ignored overflows, and doubles after ``window``
+        steps in a row without overflow.
 
         Args:
             overflow: True if this step had non-finite gradients.

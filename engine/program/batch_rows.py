@@ -22,7 +22,8 @@ Name = str | int
 class BatchRows:
     """Rule for splitting the tensors of a batch into microbatches along dim 0 (rows).
 
-    Tensors named in ``whole``, and tensors at the paths in ``learnt``, are not split.
+    Tensors named in ``whole`` are not split, nor are tensors with another number of rows than the example (paths
+    ``learnt``).
     """
 
     whole: frozenset[Name] = frozenset()
@@ -97,7 +98,9 @@ class BatchRows:
         return [expression(path) for path, tensor in tensors_by_path(batch) if tensor.ndim and self.is_whole(path)]
 
     def take_rows(self, batch: Batch, start: int, count: int) -> Batch:
-        """Returns a copy of the batch with rows ``start`` to ``start + count`` of each tensor that is split."""
+        """Returns a copy of the batch with ``count`` rows, from row ``start``, of each split tensor; other tensors stay
+        whole.
+        """
 
         def cut(path: BatchPath, tensor: Tensor) -> Tensor:
             return tensor[start : start + count] if tensor.ndim and not self.is_whole(path) else tensor

@@ -41,7 +41,7 @@ class ContextProgram(Program):
     def forward(self, microbatch: Batch) -> ForwardResult:
         """Returns output and loss of one microbatch.
 
-        All context ranks get the same loss; only the first rank's loss starts a gradient.
+        All context ranks get the same loss; only the first rank's loss contributes gradients in backward.
         """
         done = Program.forward(self, microbatch)
         total = _plain(done.loss.sum)
@@ -62,7 +62,7 @@ class ContextProgram(Program):
         return gather_sequences(Program.output(self, microbatch))
 
     def local_modules(self) -> AbstractContextManager[None]:
-        """Returns a context for a trace, in which position-wise modules compute only this rank's positions."""
+        """Returns a context, used for traces, in which position-wise modules compute only this rank's positions."""
         return running_rowwise(self.model, self.local)
 
     def on_shapes(self) -> AbstractContextManager[None]:
@@ -108,8 +108,8 @@ class ContextProgram(Program):
             )
 
     def keeps_positions(self, trace: ModelTrace) -> bool:
-        """Returns True if all sharded tensors between modules of the traced forward are sharded at the same positions
-        as the batch.
+        """Returns True if every sharded tensor between modules of ``trace`` has the same positions on each rank as the
+        batch.
         """
         last = max((call.event for call in trace.calls), default=0)
         specs = [call.output.spec for call in trace.calls]
@@ -137,8 +137,8 @@ class ContextProgram(Program):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output with sequences gathered over the axis "cp".
 
-        A single positional argument is a batch; otherwise the arguments are the forward's. Only the first context rank
-        passes the output's gradient on.
+        A single positional argument is a batch; other arguments are passed to the model's forward. In backward, only
+        the first context rank's output gradient counts.
         """
         moved = self.move(args), self.move(kwargs)
         run = partial(Program.call, self, *moved[0], **moved[1])

@@ -47,16 +47,15 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 
 def chosen_experts(model: nn.Module, experts: int) -> int:
-    """Returns the number of experts per token from the model's ``config``, or 2 without such an entry; at most
-    ``experts``.
-    """
+    """Returns the number of experts per token from the model's ``config``, or 2 if it has none; at most ``experts``."""
     config = getattr(model, "config", None)
     given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)
     return min(given, experts)
 
 
 def find_experts(model: nn.Module, key: str = "monitor.expert_load") -> tuple[ExpertStack, ...]:
-    """Returns the modules of ``model`` that own experts, in model order. Reads only names, signatures and shapes.
+    """Returns name and number of experts of each module of ``model`` that owns experts, in model order. Reads only
+    names, signatures and shapes.
 
     ``key``: configuration key that requires experts, for the error message.
 
@@ -93,10 +92,10 @@ def _held_by(name: str, module: nn.Module) -> int:
 class ExpertCounter:
     """Counter of the rows that this rank's routers send to each expert, for ``monitor.expert_load``.
 
-    Rows that several ranks share along tp and cp count once. Recomputed forwards do not count.
+    Rows that several tp or cp ranks share count once. Recomputed forwards do not count.
 
     Args:
-        ranks: this rank's index along tp and cp.
+        ranks: this rank's index by axis, for tp and cp.
     """
 
     def __init__(

@@ -77,8 +77,8 @@ class ForwardInputs:
     ) -> "ForwardInputs":
         """Returns the rule that selects arguments of ``model.forward`` from a microbatch.
 
-        ``separate_loss``: True if there is a loss function. ``stated``: the user's ``inputs``; None: by forward's
-        signature. ``without``: keys that forward never receives.
+        ``separate_loss``: True if there is a loss function. ``stated``: the user's ``inputs``; None: the signature of
+        forward selects. ``without``: keys that forward never receives.
         """
         follows = separate_loss and stated is None
         signature = ForwardSignature.of(model) if follows else ForwardSignature()
@@ -108,7 +108,7 @@ class ForwardInputs:
     def rest(self, microbatch: Batch) -> list[Any]:
         """Returns the values of ``microbatch`` that the model's forward does not receive, such as targets.
 
-        Returns [] if the user's ``inputs`` is a function.
+        Returns [] if the user's ``inputs`` is a function, since the rest is then unknown.
         """
         microbatch = self.kept(microbatch)
         if callable(self.stated):

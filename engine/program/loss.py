@@ -41,11 +41,11 @@ def find_loss(
     ``loss_fn`` returns a 0-dim tensor or (sum, weight), optionally followed by a dict of metrics. Without ``loss_fn``,
     the loss is ``output.loss``, ``output["loss"]``, or the only 0-dim floating tensor.
 
-    ``names``: metrics that the run averages; None: none. ``weight``: weight of a loss that is one tensor.
+    ``names``: metrics that the run averages; None: none. ``weight``: weight of a loss that comes without one.
 
     Raises:
-        EngineError: there is no loss, or it is not a 0-dim floating tensor; a metric is missing, is not named, or is
-            not a number.
+        EngineError: there is no loss, or it is not a 0-dim floating tensor; a metric is missing, is not in ``names``,
+            or is not a number.
     """
     if loss_fn is None:
         metrics: Mapping[str, Any] = {}
@@ -213,8 +213,8 @@ class RowGather:
         forward     rows [b, ...] of each data rank -> [N*b, ...] on all N of them      all-gather over dp
         backward    gradients [N*b, ...] of each rank -> sum for its own rows [b, ...]  reduce-scatter over dp
 
-    Before :meth:`open` it communicates nothing, and the result has only the right shape, for planning. Parameters
-    get the gradient of all ranks' mean loss, so each rank may compute the loss of the whole batch.
+    Before :meth:`open` it communicates nothing, and the result has only the right shape, for planning. Parameters get
+    the gradient of the mean of all ranks' losses; so each rank may compute the loss of the whole batch.
     """
 
     def __init__(self, ranks: int = 1, uneven: bool = False) -> None:

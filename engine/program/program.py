@@ -29,7 +29,7 @@ from engine.program.router_replay import RouterReplay
 class ForwardResult(NamedTuple):
     """Model output and loss of one microbatch.
 
-    Release it early: the logits of a large vocabulary are the largest tensor of a step.
+    Release the output early: logits of a large vocabulary are often the largest tensor of a step.
     """
 
     output: Any
@@ -112,8 +112,8 @@ class Program:
             raise _mixed_dtypes(error, self.precision.compute) from error
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output. A single positional argument is a batch; otherwise the arguments are the
-        forward's.
+        """Returns the model's output. A single positional argument is a batch; other arguments are passed to the
+        model's forward.
         """
         given = self.move(args[0] if len(args) == 1 and not kwargs else kwargs)
         if self.replay is not None:

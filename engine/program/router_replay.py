@@ -28,7 +28,7 @@ _NOTE = "takes the experts of each row from the batch, if it has them (router_re
 
 
 class RouterReplay:
-    """Replay and recording of routers' expert choices; a replay uses the batch's entry ``routed_experts``.
+    """Replayer and recorder of routers' expert choices; a replay takes them from the batch's entry ``routed_experts``.
 
     Args:
         routers: routers of the model in order, each with the index of its layer.
@@ -127,11 +127,11 @@ class RouterReplay:
             self._traces = before
 
     def begin_backward(self, batch: Batch) -> None:
-        """Selects the ``routed_experts`` of ``batch`` for its backward, which may recompute blocks."""
+        """Selects ``batch["routed_experts"]`` for the backward of ``batch``, which may recompute blocks."""
         self._now, self._waiting = self._entry(batch), []
 
     def end_backward(self) -> None:
-        """Forgets the forwards of the ended backward."""
+        """Clears the list of forwards since the last backward."""
         self._waiting = []
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
@@ -161,8 +161,8 @@ class RouterReplay:
         """Checks the entry ``routed_experts`` of ``batch``, if there is one; synchronizes with the device.
 
         Raises:
-            EngineError: the entry has a wrong shape or number of layers, an invalid expert index, or an expert twice at
-                one position.
+            EngineError: the entry has a wrong shape or number of layers, an invalid expert index, or an expert twice
+                for one token.
         """
         entry = _entry_of(batch)
         if entry is None:

@@ -114,7 +114,7 @@ def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
 
     Args:
         plan: plan of the run.
-        measured: traffic that ``rank`` has sent, summed over ``steps`` training steps.
+        measured: traffic that ``rank`` has sent in ``steps`` training steps; the table has the mean.
         rank: global rank.
     """
     planned = {(row.axis, row.label): row for row in plan.rank(rank).traffic}

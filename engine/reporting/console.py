@@ -20,7 +20,7 @@ SLOW_SECONDS = 2.0
 
 
 def open_console(rank: int) -> Callable[[], None]:
-    """Shows the log lines of the logger "trine" on stderr on rank 0, and returns a function that stops it.
+    """Shows the log lines of the logger "trine" on stderr on rank 0; the returned function undoes this.
 
     All engines of a process share one logging handler, until each has called its function.
     """

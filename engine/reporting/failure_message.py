@@ -60,7 +60,7 @@ class FailureMessage:
     def close(self) -> None:
         """Restores the previous ``sys.excepthook``.
 
-        If called while an EngineError is being raised, restores it once this error is freed.
+        If called while an EngineError is being raised, restores the hook only once the error object is freed.
         """
         raised = sys.exc_info()[1]
         if isinstance(raised, EngineError):
@@ -106,15 +106,15 @@ def _is_first(sentence: str) -> bool:
 
 
 def is_consequence(words: str) -> bool:
-    """Returns True if the error message ``words`` says that another rank had failed first."""
+    """Returns True if the error message ``words`` is from a rank that failed because another rank had failed."""
     return any(part in words for part in CONSEQUENCES)
 
 
 def torchrun_error(sentence: str) -> str:
     """Returns the JSON text of the error file that reports this rank's failure ``sentence`` to torchrun.
 
-    torchrun takes the earliest file as root cause. Errors that follow from another rank's failure are dated 2 seconds
-    later.
+    torchrun takes the earliest file as root cause. Errors that follow from another rank's failure get a timestamp 2
+    seconds in the future.
     """
     late = _AFTER_SECONDS if is_consequence(sentence) else 0
     told = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}

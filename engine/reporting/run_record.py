@@ -193,7 +193,7 @@ class StepProfile:
     counted as lost.
 
     step A - 1   stores the position in the flight recorder
-    step A       aligns clocks by an all-reduce of 4 bytes over the world, label "profile clock", which ends at time 0
+    step A       aligns clocks: time 0 is the end of an all-reduce of 4 bytes over the world, label "profile clock"
     A .. B       after each step: reads the flight recorder, and writes the whole trace file again
 
     Args:

@@ -182,9 +182,8 @@ class StepReporter:
         )
 
     def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
-        """Reports a training step to sinks, callbacks, and the recorders of ``monitor.report`` and ``monitor.profile``.
-
-        Returns the report.
+        """Reports a training step to sinks, callbacks, and the recorders of ``monitor.report`` and ``monitor.profile``;
+        returns the report.
 
         Sinks receive every ``monitor.every``-th step, this reporter's first step, and skipped steps.
 

@@ -111,7 +111,7 @@ class StepReport:
         return {name if "/" in name else f"train/{name}": value for name, value in found.items()}
 
     def flat(self) -> dict[str, Any]:
-        """Returns the report as a dict without nested dicts.
+        """Returns the report as :meth:`as_dict` does, but without nested dicts.
 
         Metrics are under ``metrics/NAME``, and each layer's expert imbalance under ``experts/LAYER``. Non-finite
         numbers become None.
@@ -158,7 +158,7 @@ def utilisation(
     Unknown values are None.
 
     Args:
-        parameter_tokens: number of parameters times the number of tokens computed in ``seconds``.
+        parameter_tokens: number of parameters times the number of tokens per rank in ``seconds``; None: unknown.
     """
     if parameter_tokens is None:
         return None, None
@@ -167,7 +167,9 @@ def utilisation(
 
 
 def line_parts(report: StepReport) -> list[str]:
-    """Returns the parts of the progress line that follow step and loss, such as "lr 1.9e-03", without unused values."""
+    """Returns the parts of the progress line that follow step and loss, such as "lr 1.9e-03"; leaves out unavailable
+    values.
+    """
     parts = [
         f"lr {report.lr:.1e}",
         f"norm {report.grad_norm:.2f}",
@@ -181,7 +183,9 @@ def line_parts(report: StepReport) -> list[str]:
 
 
 def trouble(report: StepReport) -> str:
-    """Returns the progress line's text about a skipped step and its non-finite value; "" for other steps."""
+    """Returns the progress line's text about a skipped step, with the non-finite value and its ranks; "" for other
+    steps.
+    """
     where = f" on rank {', '.join(map(str, report.nonfinite_ranks))}" if report.nonfinite_ranks else ""
     return f"SKIPPED: {report.nonfinite} not finite{where}" if report.skipped else ""
 

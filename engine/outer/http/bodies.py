@@ -55,7 +55,7 @@ class BodyKey:
 
 @dataclass(frozen=True, slots=True)
 class BodyRange:
-    """Position of one request's range of bytes in a push payload or initial weights (body)."""
+    """Position of a range of bytes in a body (push payload or initial weights), and hashes of both."""
 
     offset: int
     total: int
@@ -221,14 +221,14 @@ class Uploads:
         return upload.data
 
     def finish(self, key: BodyKey, whole: str, result: Arrived) -> None:
-        """Removes the complete payload ``key`` with the hash ``whole``, and stores ``result`` as the reply to repeated
-        requests for this payload.
+        """Removes the complete payload identified by ``key``, with hash ``whole``; stores ``result`` as the reply if
+        the site sends it again.
         """
         self.drop(key)
         self.finished[key.place] = key, whole, result
 
     def drop(self, key: BodyKey) -> None:
-        """Removes the incomplete upload with the site's run (life), rank and fragment of ``key``, if there is one."""
+        """Removes the incomplete upload for the site's run, rank and fragment in ``key``, if there is one."""
         self.under_way.pop(key.place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
@@ -252,7 +252,7 @@ class _Download:
 
 @dataclass(slots=True)
 class Downloads:
-    """Merged weights (bodies) that a store sends in ranges of bytes, one body at a time for each rank and fragment."""
+    """Merged weights that a store sends in ranges of bytes, one version at a time for each rank and fragment."""
 
     under_way: dict[tuple[int, int, int], _Download] = field(default_factory=dict)
 
@@ -270,7 +270,7 @@ class Downloads:
         return found.data, found.hash
 
     def keep(self, place: tuple[int, int, int], version: int, body: tuple[memoryview, str], now: float) -> None:
-        """Stores ``body``, (bytes, hash) of merged weights, for requests of further ranges of these bytes.
+        """Stores ``body``, the pair (bytes, hash) of merged weights, from which later requests read ranges.
 
         Args:
             place: (number of the site's run, rank, fragment) of the weights.

@@ -43,7 +43,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class BodyTraffic:
-    """Bytes of weights and pushes that a connection has sent and received; repeated bytes are counted separately."""
+    """Bytes of weights and pushes that a connection has sent and received, and separately the bytes repeated after
+    interruptions.
+    """
 
     sent: int = 0
     received: int = 0
@@ -224,7 +226,7 @@ class StoreConnection:
         return arrived.state
 
     def receive(self, where: Mapping[str, int]) -> Tensor:
-        """Downloads merged weights range by range, fp32 [elements]. Continues after interruptions.
+        """Downloads merged weights range by range, fp32 [elements]. Resumes interrupted downloads.
 
         Args:
             where: query of the request: "life", "rank", "fragment" and "version", each with its number.
@@ -316,7 +318,7 @@ class BoundedConnection(StoreConnection):
     """Store connection with a timeout for each attempt, for a peer that may never reply."""
 
     def limit(self, seconds: float) -> None:
-        """Sets a deadline for repeats ``seconds`` from now, and the timeout of each attempt.
+        """Sets a deadline ``seconds`` from now, after which requests are not repeated, and the timeout of each attempt.
 
         The timeout is ``seconds``, clamped to the range from 0.1 to 60.
         """

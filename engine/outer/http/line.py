@@ -94,8 +94,8 @@ class HttpLink:
     def join(self, request: JoinRequest) -> JoinReply:
         """Starts a new run (life) of the site on every store, and returns one combined reply.
 
-        Its ``life`` packs the runs' numbers into one integer; its ``rows`` and ``clock`` are the lowest of all stores'
-        replies. ``seeds`` is True if any store asks this site for initial weights.
+        In the reply, ``life`` packs the run's numbers on all stores into one integer, and ``rows`` and ``clock`` are
+        minima over the stores. ``seeds`` is True if any store needs this site's initial weights.
 
         Raises:
             GridError: a store does not answer within ``join_seconds``.
@@ -119,8 +119,8 @@ class HttpLink:
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
         """Sends this rank's initial weights of ``fragment`` to the fragment's store.
 
-        ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes]. With several stores, does
-        nothing if the store takes initial weights from another site.
+        ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes]. With several stores, raises
+        no error if the store takes another site's initial weights instead.
         """
         number = self._number(fragment)
         own = self._life(life, number)
@@ -222,10 +222,11 @@ class HttpLink:
 
 
 def joined_lives(lives: Sequence[int]) -> int:
-    """Packs ``lives``, the numbers of one site's run on all stores, into one integer, 20 bits for each store.
+    """Packs ``lives``, the numbers of one site's run on all stores, into one integer: 20 bits per store, store 0
+    lowest.
 
     Raises:
-        StoreRefusedError: one of several stores has started 2^20 lives or more.
+        StoreRefusedError: a number is 2^20 or more, and there are several stores.
     """
     if len(lives) > 1 and max(lives) >= 1 << LIFE_BITS:
         raise StoreRefusedError(
@@ -236,5 +237,7 @@ def joined_lives(lives: Sequence[int]) -> int:
 
 
 def life_on(number: int, life: int, stores: int) -> int:
-    """Returns a site's run number on store ``number`` from the packed numbers ``life`` of all stores."""
+    """Returns the number of a site's run on store ``number``, from ``life``, which packs its numbers on all ``stores``
+    stores.
+    """
     return life if stores == 1 else (life >> LIFE_BITS * number) & ((1 << LIFE_BITS) - 1)

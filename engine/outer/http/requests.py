@@ -109,7 +109,7 @@ class LifeCall:
 class OfferCall:
     """Request for the newest version of ``fragment`` that a training site may download.
 
-    ``asked`` counts the requests of the run ``life``; a repeat with the same number receives the same offer.
+    ``asked`` numbers the requests of the run ``life``; a request repeated with the same number receives the same offer.
     """
 
     life: int

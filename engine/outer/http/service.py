@@ -43,7 +43,10 @@ def check_host(host: str, token: str) -> None:
 
 
 class StoreService(HostedApplication):
-    """HTTP server for one store on the socket ``listening``; it also calls ``Store.tick`` periodically."""
+    """HTTP server for ``store`` on the socket ``listening``; it also calls ``Store.tick`` periodically.
+
+    ``token``: secret of requests, or "".
+    """
 
     def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
         self._application = StoreServer(store, token)
@@ -62,7 +65,10 @@ class StoreService(HostedApplication):
 
 
 def serve_store(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
-    """Serves ``store`` on the socket ``listening`` until SIGTERM or SIGINT; calls ``ready`` once it listens."""
+    """Serves ``store`` on the socket ``listening`` until SIGTERM or SIGINT; calls ``ready`` once the server listens.
+
+    ``token``: secret of requests, or "".
+    """
     run_until_signal(StoreService(store, token, listening), ready)
 
 

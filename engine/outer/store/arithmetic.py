@@ -55,7 +55,7 @@ class FragmentUpdate(Protocol):
 
         Args:
             gradient: gradient of each element, in flat tensors with the layout of ``weights``.
-            rates: learning rate of each parameter group; empty: the initial rates.
+            rates: new learning rate of each parameter group; empty: no change.
         """
 
     def state(self) -> dict[str, Tensor]:
@@ -75,9 +75,10 @@ class MergeArithmetic:
         self._updates = None if content is Content.SUMS else _make_update(content, settings, tensors, groups)
 
     def merge(self, weights: Flats, contributions: Sequence[Contribution]) -> Flats:
-        """Returns the new weights that follow from ``weights`` and the pushes; ``weights`` do not change.
+        """Returns new weights, computed from ``weights`` and the pushes; does not modify ``weights``.
 
-        If the sites run the optimizer (``Content.SUMS``), returns the sum of their gradients instead.
+        If the sites run the optimizer (``Content.SUMS``), returns the sum of their gradients instead, in the same
+        layout.
 
         Args:
             contributions: pushes, ordered by number of the site for a reproducible result.

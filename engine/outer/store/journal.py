@@ -23,7 +23,8 @@ _LONGEST_BODY = 1 << 46
 
 
 def read_events(folder: Path, start: int = 0) -> Iterator[tuple[int, Event]]:
-    """Yields (offset of the event's end, event) for the journal's events in ``folder``, from byte ``start`` on.
+    """Yields (offset of the event's end, event) for each event of the journal in ``folder`` that begins at byte
+    ``start`` or later.
 
     Raises:
         CheckpointError: a line is damaged.
@@ -58,7 +59,7 @@ def read_body(folder: Path, name: str) -> Tensor:
 
 
 class Journal:
-    """Journal of a store in a folder: a file of events, and a file for each push or initial weights of a rank.
+    """Journal of a store in a folder: one file of events, and one for each rank's push or initial weights.
 
     Raises:
         CheckpointError: another process has the journal open.

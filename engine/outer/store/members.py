@@ -14,7 +14,9 @@ from engine.outer.messages import RankLayout, StoreRefusedError
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of pushes and downloads of one fragment (group of tensors) by one run of a training site (life)."""
+    """Progress of one run of a training site in one fragment (group of tensors), as counters of its pushes and
+    downloads.
+    """
 
     clock: int = 0
     """Merged pushes, plus those that the life has been credited with when it joined or came back."""
@@ -89,8 +91,8 @@ class Members:
         return min(clocks, default=None)
 
     def credit(self, life: Life) -> None:
-        """Raises the clock (number of merged pushes) of ``life`` in each fragment to the lowest clock of the other live
-        sites.
+        """Increases the clock (number of merged pushes) of ``life`` in each fragment to the lowest clock of the other
+        live sites.
 
         Other sites then do not wait for pushes that this run has missed.
         """

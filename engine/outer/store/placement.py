@@ -24,7 +24,7 @@ Flats = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class FlatPlace:
-    """Position of one tensor in the flat tensor of its parameter group: elements ``start`` to ``stop``."""
+    """Position of one tensor in the flat tensor of its parameter group: elements ``start`` to ``stop`` - 1."""
 
     shape: tuple[int, ...]
     group: int
@@ -34,7 +34,7 @@ class FlatPlace:
 
 @dataclass(frozen=True, slots=True)
 class FlatTensors:
-    """Positions of a fragment's tensors, concatenated in model order into one flat tensor for each parameter group."""
+    """Positions of tensors in flat tensors, which concatenate the tensors of each parameter group in model order."""
 
     places: Mapping[str, FlatPlace]
     sizes: tuple[int, ...]
@@ -68,7 +68,7 @@ class FlatTensors:
         return flats[place.group][place.start : place.stop].view(place.shape)
 
     def own(self, pieces: Iterable[NamedPiece]) -> Iterator[NamedPiece]:
-        """Yields the entries of ``pieces`` (ranges of elements) that belong to tensors of this fragment."""
+        """Yields the entries of ``pieces`` (ranges of elements) for tensors in ``places``."""
         return (each for each in pieces if each.name in self.places)
 
     def message_bytes(self, layout: RankLayout, codec: DeltaCodec) -> int:

@@ -28,7 +28,7 @@ def hash_of(flats: Flats) -> str:
 
 
 def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``values`` after a round trip through JSON: tuples become lists, and keys become texts."""
+    """Returns ``values`` after a round trip through JSON: tuples become lists, and keys become strings."""
     found: dict[str, Any] = json.loads(json.dumps(dict(values)))
     return found
 
@@ -51,7 +51,7 @@ def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
 def check_model(site: int, model: Event, known: Event) -> None:
     """Refuses training site number ``site`` if its model differs from the first site's.
 
-    Compares tensors and parameter groups; compares frozen values only if their dtypes are equal.
+    Compares tensors, parameter groups, and frozen parameters and buffers; ignores frozen values with different dtypes.
 
     Args:
         model: model of this site, a result of ``model_record``.

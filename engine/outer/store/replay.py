@@ -96,7 +96,7 @@ def _versions(state: StoreState) -> tuple[int, ...]:
 def recover(journal: Journal, state: StoreState, settings: Mapping[str, Any]) -> None:
     """Restores ``state`` from the journal's newest snapshot and all events after it.
 
-    Removes a half-written last line of the journal, and stored pushes that nothing refers to.
+    Removes an incomplete last line of the journal, and stored pushes that are no longer needed.
 
     Args:
         settings: settings that all sites and the store share, as JSON values.

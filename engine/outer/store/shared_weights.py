@@ -59,10 +59,10 @@ class SharedWeights:
         self._moved = [0, 0]
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Registers a new run of a site by a file in ``outer.folder``, and replies with the number of the run.
+        """Registers a new run of a site with a file in ``outer.folder``; the reply's ``life`` is the run's number.
 
-        The first call for a folder also writes the model's tensor names and shapes there; its reply has ``seeds`` =
-        True, and its site sends initial weights.
+        The first call for a folder also writes the model's tensor names and shapes there, and its reply asks the site
+        for initial weights (``seeds`` = True).
         """
         told = json.dumps({"tensors": request.tensors, "ranks": request.ranks})
         path, life = self._folder / "tensors", 0
@@ -84,7 +84,7 @@ class SharedWeights:
         ``life``.
 
         Raises:
-            StoreRefusedError: the first site has another model.
+            StoreRefusedError: ``layout`` does not fit the first site's model.
         """
         while not (text := (self._folder / "tensors").read_text()):  # the first site is writing it
             time.sleep(0.001)
@@ -147,7 +147,7 @@ class SharedWeights:
         self._values = None
 
     def status(self) -> StoreStatus:
-        """Returns a status with only the bytes that this rank has pushed and pulled."""
+        """Returns a status with the version of the weights, and the bytes that this rank has pushed and pulled."""
         return StoreStatus((self._merged + 1,), received_bytes=self._moved[0], sent_bytes=self._moved[1])
 
     def _pushed(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

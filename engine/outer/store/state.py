@@ -36,7 +36,9 @@ class DifferentMergeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MergedVersion:
-    """One version of a fragment's weights, with facts about the merge that made it."""
+    """One version of a fragment's weights, with total loss, total weight and number of pushes of the merge that made
+    it.
+    """
 
     number: int
     flats: Flats
@@ -93,9 +95,9 @@ class FragmentState:
 
 
 class StoreState:
-    """All state of one store: runs of training sites, and versions and pushes of its fragments.
+    """State of one store: runs of training sites, and versions and pushes of the store's fragments (groups of tensors).
 
-    Events of the store's journal change it through ``apply``.
+    ``apply`` changes the state by one event of the store's journal.
 
     Args:
         settings: settings that all sites and the store share, as JSON values.
@@ -130,7 +132,7 @@ class StoreState:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Newest version of each fragment; -1 without initial weights, and for a fragment of another store."""
+        """Newest version number of each fragment; -1 without initial weights, and for fragments on other stores."""
         found = dict.fromkeys(range(self.count), -1)
         return tuple((found | {each.index: each.version for each in self.fragments.values()}).values())
 
@@ -275,7 +277,7 @@ class StoreState:
     def merge(self, event: Event) -> Event:
         """Merges the pushes in the "merge" event ``event`` into the next version of their fragment.
 
-        Returns the event with the fields "version", "hash" and "not_finite" added.
+        Returns the event with the fields "version", "hash" and "not_finite" (a bool per push) added.
 
         Raises:
             DifferentMergeError: the event already has a hash, and the new weights have a different hash.

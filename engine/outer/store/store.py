@@ -63,9 +63,9 @@ class Store:
     Args:
         settings: settings that all sites share, see ``shared_settings``.
         folder: folder of the journal, from which a restarted store recovers; None: the store is in memory only.
-        clock: function that returns seconds, for leases and the grace periods of merges.
+        clock: function that returns the time in seconds, for leases and merges.
         keep: True to retain all pushes, which ``replay`` needs.
-        number: number of this store among several that divide the tensors.
+        number: index of this store, if several stores divide the tensors.
         snapshot_every: merges between two snapshots.
 
     Raises:
@@ -112,7 +112,7 @@ class Store:
         """Starts a new run (life) of a training site, and ends its earlier one; complete earlier pushes remain.
 
         Raises:
-            StoreRefusedError: the site has other settings or another model than this training.
+            StoreRefusedError: the site's settings or model differ from the store's.
         """
         with self._request():
             state = self._state
@@ -217,10 +217,11 @@ class Store:
             self._record(event, seed_name(life, fragment, rank), body)
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Stores ``rank``'s encoded values of the push ``meta``, uint8 [bytes], on disk; returns the state of the push.
+        """Stores ``rank``'s part of the push ``meta``, ``share`` and the encoded values ``body``, on disk; returns the
+        push's state.
 
         Raises:
-            StoreRefusedError: the values cannot be decoded, have a wrong size, or are out of sequence.
+            StoreRefusedError: ``body`` cannot be decoded or has a wrong size, or the push is out of sequence.
         """
         with self._request():
             life, fragment = self._find(meta.key.life), self._fragment(meta.key.fragment)

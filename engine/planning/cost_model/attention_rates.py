@@ -21,7 +21,7 @@ def asked_method(config: Config, card: str | None) -> AskedMethod:
 def attention_rates(config: Config, card: str | None) -> AttentionRates:
     """Returns attention and link rates of the GPU type ``card`` (vendor's device name); assumed rates if it is unknown.
 
-    The link rate is the one within a node if every cp group is on one node, else between nodes.
+    The link rate is for links within a node if every cp group is on one node, else for links between nodes.
     """
     words = set(re.split(r"[^a-z0-9]+", (card or "").lower()))
     names = words.intersection(known_gpus())

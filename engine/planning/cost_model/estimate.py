@@ -121,8 +121,8 @@ def working_bytes(work: Workload, layout: TrainingLayout, traits: EngineTraits) 
 
 
 def blocks_held(layout: TrainingLayout, blocks: float, microbatches: float) -> float:
-    """Returns the number of (block, microbatch) pairs with activations on the GPU; at most 2 with block inputs on the
-    host.
+    """Returns the number of (block, microbatch) pairs that have activations on the GPU. If block inputs are on the
+    host, it is at most 2.
     """
     return min(2.0, blocks * microbatches) if layout.inputs == "host" else blocks * microbatches
 
@@ -206,7 +206,7 @@ class SecondsByPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutEstimate:
-    """Estimated seconds and memory of a training step with one layout."""
+    """Estimated seconds and memory of a training step with one parallel layout."""
 
     layout: TrainingLayout
     seconds: SecondsByPart

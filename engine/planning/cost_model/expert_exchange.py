@@ -50,7 +50,9 @@ class ExpertExchange:
     ``list``: the same, and rows are sent without weights and numbers, all at once."""
 
     def held(self, rank: int) -> int:
-        """Returns the number of experts on expert rank ``rank``; the first ranks have the remainder."""
+        """Returns the number of experts on expert rank ``rank``; if the division is uneven, the first ranks have one
+        more.
+        """
         least, more = divmod(self.experts, self.ranks)
         return least + (rank < more)
 
@@ -62,8 +64,8 @@ class ExpertExchange:
         return ExchangedRows(self.tokens * (self._rows_to_all() - own), self.tokens * (self.ranks - 1) * own)
 
     def mean(self) -> ExchangedRows:
-        """Returns the expected numbers of rows that a rank sends and receives in a call with even routing, as a mean
-        over ranks.
+        """Returns :meth:`even` averaged over the ranks: expected numbers of rows that a rank sends and receives in a
+        call.
         """
         gives = self.tokens * self._rows_to_all() * (self.ranks - 1) / self.ranks
         return ExchangedRows(gives, gives)
@@ -75,9 +77,7 @@ class ExpertExchange:
 
     @property
     def limit(self) -> float:
-        """Largest number of rows from one rank to another in one round of the exchange; further rows take further
-        rounds.
-        """
+        """Largest number of rows from one rank to another in one round of the exchange; more rows need more rounds."""
         share = max(1, 2 * self.tokens * self.chosen // self.ranks)
         return self._most_of_one if self.form == "list" else min(self._most_of_one, share)
 

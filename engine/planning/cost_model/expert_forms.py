@@ -33,7 +33,9 @@ LARGEST_STATE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FormCost:
-    """Cost per step and rank of MoE experts in one of two forms: sharded over tensor ranks, or in full on each."""
+    """Cost per step and rank of MoE experts in one of two forms: sharded over tensor ranks, or in full on each tensor
+    rank.
+    """
 
     expert_bytes: float
     """Bytes a step over ep."""
@@ -59,7 +61,7 @@ class FormCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpertWork:
-    """Rows and parameters of the MoE experts in a rank's layers, for experts divided among data ranks."""
+    """Token rows and parameters of the MoE experts in a rank's layers, for experts divided among data ranks."""
 
     tokens: int
     """Tokens of a microbatch and data rank."""

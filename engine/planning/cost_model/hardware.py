@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "gpus"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReachedShares:
-    """Fractions of a GPU type's data-sheet rates that training reaches."""
+    """Fractions of a GPU type's data-sheet rates (such as peak FLOP/s) that training reaches."""
 
     product: float
     """Fraction of peak FLOP/s for wide matrix products."""
@@ -71,7 +71,7 @@ def known_gpus() -> tuple[str, ...]:
 
 
 def load_gpu(name: str) -> GpuSpec:
-    """Returns the GPU type with this name, or the one in the JSON file at the path ``name``.
+    """Returns the GPU type called ``name``; if there is none, reads it from the JSON file at the path ``name``.
 
     Raises:
         ConfigError: there is no such name or file, or the file lacks a value.

@@ -78,7 +78,7 @@ class TrainingLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTraits:
-    """Properties of a training engine that affect costs; the defaults describe Trine on GPUs."""
+    """Properties of a training engine that affect time and memory; the defaults describe this engine on GPUs."""
 
     fused: bool = True
     """True if elementwise operators are fused, by kernels or a compiler."""
@@ -110,8 +110,8 @@ SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShare:
-    """Share of the model on the slowest pipeline rank: numbers of blocks and heads, and parameters outside of
-    blocks.
+    """Share of the model on the slowest pipeline rank: numbers of blocks, language-model heads, and parameters outside
+    of blocks.
     """
 
     blocks: float
@@ -124,8 +124,8 @@ class StageShare:
 def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool = True) -> StageShare:
     """Returns the share of the model on the slowest of ``pp`` pipeline ranks.
 
-    ``block``, ``head``: seconds of a block and of the head. ``balanced``: True for stages of equal time, False for
-    stages of equally many blocks.
+    ``block``, ``head``: seconds of a block and of the language-model head. ``balanced``: True for stages of equal time,
+    False for stages of equally many blocks.
     """
     outer = work.outer_parameters
     if pp == 1:

@@ -73,9 +73,10 @@ class LongestRun:
 
 
 def longest_length(memory_of: Callable[[int], float], limit: float, step: int) -> int:
-    """Returns the longest multiple of ``step`` tokens for which ``memory_of`` returns at most ``limit`` bytes, or 0.
+    """Returns the longest multiple of ``step`` tokens for which ``memory_of`` returns at most ``limit`` bytes; 0 if
+    none.
 
-    ``memory_of``: function from a length to bytes; it must not decrease. The search ends at 2^34 tokens.
+    ``memory_of``: non-decreasing function from a length to bytes. The search ends at 2^34 tokens.
     """
     low, high = 0, 1
     while high * step <= LONGEST and memory_of(high * step) <= limit:
@@ -108,8 +109,8 @@ def longest_runs(
 ) -> list[LongestRun]:
     """Returns the longest row that fits in memory for each layout, the longest first.
 
-    ``memory_bytes``: memory of a GPU. ``sample``: function that counts a block's bytes in a run on shapes, called for
-    at most four kinds of blocks; None: formulas only. Layouts with counted bytes come before all others.
+    ``memory_bytes``: memory of a GPU. ``sample``: function that counts the bytes of a layout's blocks in a run on
+    shapes; None: formulas only. Layouts with counted bytes come before all others.
     """
     limit, curves = USABLE * memory_bytes, dict[Hashable, "_BlockCurves"]()
     runs = sorted((_longest(work, layout, limit, None) for layout in layouts), key=_order)
@@ -138,7 +139,9 @@ def _blocks_of(layout: TrainingLayout) -> Hashable:
 
 
 def bytes_at(length: int, lengths: Sequence[int], counted: Sequence[float]) -> float:
-    """Returns the bytes for rows of ``length`` tokens, interpolated between the ``counted`` bytes for ``lengths``."""
+    """Returns the bytes for rows of ``length`` tokens, from the polynomial through the ``counted`` bytes for
+    ``lengths``.
+    """
     weights = (prod((length - other) / (own - other) for other in lengths if other != own) for own in lengths)
     return max(0.0, sum(weight * one for weight, one in zip(weights, counted, strict=True)))
 

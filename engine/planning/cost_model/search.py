@@ -75,9 +75,9 @@ def _of_grid(work: Workload, grid: TrainingLayout, rows: int) -> Iterator[Traini
 
 
 def zero_stages(shards: int) -> tuple[tuple[int, Reduction], ...]:
-    """Returns the pairs (ZeRO stage, time of gradient reduction) to try for ``shards`` data and context ranks.
+    """Returns the pairs (ZeRO stage, period of gradient reduction) to try for ``shards`` data and context ranks.
 
-    The time is "step" or "microbatch".
+    The period is one "step" or one "microbatch".
     """
     several: tuple[tuple[int, Reduction], ...] = ((1, "step"), (2, "microbatch"), (3, "step"), (3, "microbatch"))
     return ((0, "step"), *several) if shards > 1 else ((0, "step"),)
@@ -128,8 +128,8 @@ def _rank(one: LayoutEstimate) -> tuple[float, float]:
 
 
 def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | None:
-    """Returns the estimate in ``result`` with the fewest settings different from ``layout``; among equals, the fastest.
-    None without estimates.
+    """Returns the estimate in ``result`` for the layout that differs from ``layout`` in the fewest settings; the
+    fastest of several. None without estimates.
     """
     return min(result.ranked, key=lambda one: (len(changes(layout, one.layout)), one.seconds.total), default=None)
 
@@ -180,8 +180,8 @@ class LayoutChoice:
     Args:
         ranked: estimates that fit by formulas, the fastest first.
         limit: bytes of a rank that a layout may use.
-        working: function that returns the bytes of activations and buffers from sampled blocks, or None to use
-            formulas.
+        working: function (estimate, fresh) that returns bytes of activations and buffers, or None to use formulas; see
+            :meth:`need`.
     """
 
     def __init__(self, ranked: Sequence[LayoutEstimate], limit: float, working: Working = lambda *_: None) -> None:
@@ -213,7 +213,7 @@ class LayoutChoice:
     def need(self, one: LayoutEstimate, fresh: bool = False) -> float:
         """Returns the bytes of a rank for the layout of ``one``, corrected by :meth:`learn`.
 
-        ``fresh``: True to allow new samples of blocks.
+        ``fresh``: True to allow new runs of blocks on shapes, which count activation bytes.
         """
         working = self._factors.get(_held_alike(one.layout), 1.0) * self._known(one, fresh)
         return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)

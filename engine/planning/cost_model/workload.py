@@ -16,9 +16,9 @@ Side = Literal["inner", "outer", "none"]
 
 
 class Product(NamedTuple):
-    """Matrix products of one token with weights [``inner``, ``outer``].
+    """Products of one token with weight matrices [``inner``, ``outer``].
 
-    ``times``: number of weights. ``cut``: dim that tensor ranks shard, or "none".
+    ``times``: number of these matrices. ``cut``: dim that tensor ranks shard, or "none".
     """
 
     inner: int
@@ -39,7 +39,7 @@ class Product(NamedTuple):
 
 
 class CutAmount(NamedTuple):
-    """Amount per tensor-parallel group, such as bytes. Tensor ranks always divide ``cut``, but divide ``whole`` only
+    """Amount per tensor-parallel group, such as bytes: ``cut`` is always divided among tensor ranks, ``whole`` only
     under sequence parallelism.
     """
 
@@ -66,7 +66,7 @@ class ExpertWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Sizes and costs of training a model of equal blocks between embedding and head."""
+    """Sizes and costs of training a model with blocks of equal size between embedding and head."""
 
     blocks: int
     context: int
@@ -102,7 +102,7 @@ class Workload:
         return self.blocks * self.block_parameters + self.outer_parameters
 
     def flops_of_token(self) -> float:
-        """Returns the model FLOPs to train one token, with attention to all token pairs of a row, masked or not."""
+        """Returns the model FLOPs to train one token; attention counts all token pairs of a row, also masked ones."""
         block = sum(2 * product.weights for product in self.products) + 4 * self.attention * self.context
         return 3 * (self.blocks * block + sum(2 * product.weights for product in self.head))
 
@@ -142,7 +142,7 @@ class DecoderShape:
     tied: bool = False
 
     def workload(self) -> Workload:
-        """Returns the workload of training this decoder on rows of ``context`` tokens."""
+        """Returns the workload of training this decoder on rows of ``self.context`` tokens."""
         h = self.width
         head = self.head_width or h // self.heads
         q, kv = self.heads * head, (self.kv_heads or self.heads) * head

@@ -99,7 +99,8 @@ def planned_layout(plan: Plan) -> TrainingLayout:
 def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: BlockSample | None = None) -> PlanCosts:
     """Returns the estimated memory and time of ``plan`` on GPUs of type ``gpu``, with ``node`` GPUs per node.
 
-    ``work``: sizes and costs of the model. ``sample``: counted activation bytes of blocks; None: formulas.
+    ``work``: sizes and costs of the model. ``sample``: counted activation bytes of a block; None: estimated by
+    formulas.
     """
     layout, traits = planned_layout(plan), EngineTraits()
     time = _seconds(plan, work, gpu, node, Roofline(work, layout, gpu, traits))

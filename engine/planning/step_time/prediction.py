@@ -143,7 +143,7 @@ _COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """Compute seconds of one rank with the whole, undivided model."""
+    """Compute seconds per microbatch and per step of one rank that has the whole model."""
 
     forward: float
     """Forward seconds of a microbatch."""
@@ -192,7 +192,7 @@ def play_schedule(
 
     Args:
         seconds: duration by (operation, stage).
-        hop: function (action, target rank) that returns (seconds of sending, further seconds until arrival).
+        hop: function (action, target rank) that returns (seconds to send, additional seconds until arrival).
 
     Raises:
         ScheduleError: the schedule is incomplete or deadlocks.

@@ -48,7 +48,7 @@ class EntryState(Enum):
 
 @dataclass(eq=False, slots=True)
 class FutureEntry:
-    """Accepted command of a client and, once the command has ended, its result. ``key`` identifies both."""
+    """Accepted command of a client and, once the command has ended, its result. ``key`` identifies the entry."""
 
     key: str
     session: str
@@ -77,7 +77,7 @@ class FutureEntry:
 
     @property
     def is_sample(self) -> bool:
-        """True for sampling commands, which clients may cancel and training commands may overtake."""
+        """True for sampling commands. Clients may cancel them, and training commands may overtake them."""
         return isinstance(self.command, SampleTokens)
 
     @property
@@ -87,8 +87,8 @@ class FutureEntry:
 
 
 def cost_of(command: Command) -> int:
-    """Returns the cost of ``command`` in the fair queue, at least 1: its tokens, times 3 for forward and backward, or 2
-    for backward alone.
+    """Returns the cost of ``command`` in the fair queue, at least 1: the command's tokens, times 3 for forward with
+    backward, or times 2 for backward alone.
     """
     match command:
         case ForwardBackward():

@@ -57,7 +57,7 @@ class CommandJournal:
 
     Args:
         folder: existing or new folder of the journal.
-        dead_bytes: bytes of replaced records above which the file is rewritten, if they are also more than half of it.
+        dead_bytes: the file is rewritten if replaced records take more bytes than this, and more than half of the file.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.
@@ -248,7 +248,7 @@ _FORGET: Mapping[str, Any] = {}
 
 
 def pending() -> "Future[None]":
-    """Returns a future that clients cannot cancel."""
+    """Returns a new future that is not done and cannot be cancelled."""
     found: Future[None] = Future()
     found.set_running_or_notify_cancel()
     return found

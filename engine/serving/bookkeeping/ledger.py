@@ -107,8 +107,8 @@ class Ledger:
         A repeated request gets its existing entry. Wait for the entry's ``stored`` before replying to the client.
 
         Raises:
-            RequestRefusedError: 400 (the key belongs to another request), 404 (no such session or model), 410 (answered
-                long ago) or 429 (the queue or the memory for results is full).
+            RequestRefusedError: 400 (an entry's ``key`` belongs to another request), 404 (no such session or model),
+                410 (answered long ago) or 429 (the queue or the memory for results is full).
         """
         with self._lock:
             session = self.session(entries[0].session)
@@ -302,7 +302,7 @@ class Ledger:
             return True
 
     def tick(self) -> None:
-        """Ends waiting commands, sessions without heartbeats, and forwards without backward, each at its time limit."""
+        """Ends waiting commands, sessions without heartbeats, and retained forwards, each after its time limit."""
         now = self.clock()
         with self._lock:
             self._drop_retained(self.retained.late(now))
@@ -339,7 +339,7 @@ class Ledger:
     # ---------------------------------------------------------------- results, in the main thread
 
     def finish(self, entry: FutureEntry, result: Result, retained: int = 0) -> None:
-        """Stores a command's result; ``retained``: bytes of graphs that wait for a backward, on the fullest rank."""
+        """Stores a command's result; ``retained``: bytes of graphs retained for backwards, on the fullest rank."""
         records = self.on_finish(entry, result)
         if records:
             try:
@@ -396,7 +396,7 @@ class Ledger:
         return is_boundary and is_due and self.journal is not None and not self.is_replaying
 
     def run_internal(self, route: str, command: Command, line: str | None = None) -> None:
-        """Queues a command of the service before all others; ``route``: kind of command; ``line``: id of the model."""
+        """Queues a ``command`` of the service before clients' commands; ``route``: its kind; ``line``: model's id."""
         self._internal += 1
         self.queue.put(FutureEntry(f"{route}/{self._internal}", INTERNAL, command, line, route=route))
 
@@ -495,6 +495,6 @@ class Ledger:
             return any(line.would_load(name) for line in self.lines.values())
 
     def note(self, kind: str, name: str, values: Mapping[str, Any]) -> JournalRecord:
-        """Stores JSON ``values`` for the HTTP routes in ``notes[kind][name]``; returns their record for the journal."""
+        """Stores JSON ``values`` for HTTP routes in ``notes[kind][name]``; returns a journal record with them."""
         self.notes.setdefault(kind, {})[name] = values
         return JournalRecord(f"note/{kind}/{name}", values)

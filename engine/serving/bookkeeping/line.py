@@ -109,7 +109,7 @@ class ModelLine:
 
 
 def command_digest(entry: FutureEntry) -> str:
-    """Returns the SHA-256 of a command and its route, as hexadecimal digits."""
+    """Returns the SHA-256 of the command and route of ``entry``, as hexadecimal digits."""
     assert entry.command is not None
     return sha256(entry.route.encode() + b"\0" + encode_message(entry.command)).hexdigest()
 
@@ -127,7 +127,9 @@ def record_of(entry: FutureEntry) -> JournalRecord:
 
 
 def snapshot_record(line: ModelLine, kept: Iterable[FutureEntry]) -> JournalRecord:
-    """Returns the journal's record of a model's newest snapshot, with the results of the entries ``kept``."""
+    """Returns the journal's record of a model's newest snapshot, with the results of ``kept``, entries of ended
+    commands.
+    """
     bodies, rows = list[bytes](), list[Any]()
     for entry in kept:
         assert entry.result is not None

@@ -68,7 +68,8 @@ class RetainedForwards:
             own.backward = entry
 
     def record(self, command: Command | None, result: Result, now: float) -> None:
-        """Adds the forward that ``command`` retained, or removes the forwards that the command used or dropped.
+        """Updates the list after ``command``: adds the forward that it retained, or removes forwards that it used or
+        dropped.
 
         ``command`` has ended with ``result`` at time ``now`` (seconds).
         """
@@ -84,7 +85,7 @@ class RetainedForwards:
     def above(self, size: int) -> Iterator[DropTicket]:
         """Yields at most one command, which drops the oldest retained forward without an accepted backward.
 
-        Yields none if ``size`` is within the limit of bytes, or while an earlier drop has not run.
+        Yields nothing if ``size`` is within the limit of bytes, or while an earlier drop command has not run.
 
         Args:
             size: bytes that retained forwards take on the rank with most of them.
