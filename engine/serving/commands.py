@@ -144,7 +144,7 @@ class UnloadModel:
 
 @dataclass(frozen=True, slots=True)
 class DefineLoss:
-    """Command that defines a custom loss by an uploaded graph of allowed torch operations."""
+    """Command that defines a custom loss: its id, the names of its inputs, and a graph of torch operations."""
 
     loss: str
     inputs: tuple[str, ...]
@@ -179,7 +179,7 @@ class ForwardTensors:
 class BackwardTensors:
     """Command that runs the backward of the stored autograd graph named ``ticket``.
 
-    ``gradients`` are the gradients of the forward's outputs.
+    ``gradients`` has the gradients of the forward's outputs, by output name.
     """
 
     model: str

@@ -85,7 +85,7 @@ class CommandExecutor:
         pool: engines of the clients' models and of their base model.
         folder: folder of saved weights, shared by all ranks.
         functions: functions that clients call by name; arguments and results are tensors by name.
-        staleness: maximum number of weight updates between a forward and its backward.
+        staleness: maximum number of weight updates between a forward and its backward; a later backward fails.
         vllm: address of the vLLM server that samples from full-parameter models; None: the ranks sample.
     """
 

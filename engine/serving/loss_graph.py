@@ -92,11 +92,11 @@ class LossGraph:
             _check_node(op, target, kwargs)
 
     def run(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, float]]:
-        """Returns the 0-dim loss of one datum with its autograd graph, and the client's metrics by name.
+        """Returns the 0-dim loss of one datum, attached to autograd, and the client's metrics by name.
 
         Args:
             logprobs: log-probabilities of the datum's target tokens.
-            inputs: further inputs of the datum by name.
+            inputs: the datum's other inputs by name.
 
         Raises:
             ServedError: an input is missing, a call fails, a result is too large, or the output is no scalar loss.

@@ -100,7 +100,7 @@ _OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
 def served_loss(name: str) -> Loss:
     """Returns the function of the built-in loss ``name``.
 
-    It takes log-probabilities of the targets, further inputs and options, and returns the 0-dim sum of losses.
+    It takes one datum's target log-probabilities, inputs and options, and returns the 0-dim sum over tokens.
 
     Raises:
         ServedError: there is no built-in loss of this name.

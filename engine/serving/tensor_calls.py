@@ -112,7 +112,7 @@ class TensorCalls:
         return TensorOutput({name: _array(value) for name, value in joined.items()}, trainer.version)
 
     def backward(self, trainer: TenantTrainer, command: BackwardTensors) -> TensorOutput:
-        """Runs the backward of the stored forward ``command.ticket`` with the weights of that forward.
+        """Runs the backward of the stored forward ``command.ticket``, with the weights that the forward used.
 
         Accumulates weight gradients, drops the autograd graph and, with ``command.step``, updates the weights. Returns
         the gradients of floating-point inputs by name. All ranks of the grid call it.

@@ -173,7 +173,7 @@ class TenantTrainer:
         The result has "grad_norm" and "version", the number of updates and loads. All ranks of the grid call it.
 
         Raises:
-            ServedError: no gradient was accumulated, and the model takes no token ids, which a zero gradient needs.
+            ServedError: no gradient was accumulated, and the model takes no token ids.
         """
         engine = self.engine
         self._retained = None
@@ -219,7 +219,7 @@ class TenantTrainer:
         """Loads weights and, with ``optimizer``, the optimizer state; drops accumulated gradients.
 
         ``version`` grows by 1, or to the saved version if that is higher. Without ``optimizer``, AdamW's moments do not
-        change, so then call it before the first update only. All ranks of the grid call it.
+        change; use this before the first update only. All ranks of the grid call it.
         """
         if self._seen:
             self.engine.zero_grad()

@@ -54,7 +54,7 @@ class VllmSamples:
     def sample(self, command: SampleTokens) -> SampledOutput:
         """Samples from the last published weights; all ranks get the same result.
 
-        Rank 0 asks the server, and broadcasts the sequences to all ranks (label "start").
+        Rank 0 asks the server, and broadcasts the sequences to all ranks.
 
         Raises:
             ServedError: the server has other weights than ``command`` names, or does not support a sampling parameter.

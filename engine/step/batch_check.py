@@ -33,10 +33,10 @@ def take_batch(
     """Takes a step's microbatches, and checks that they are equal on all ranks of the replica (one full copy of the
     model).
 
-    Returns (microbatches, problem, moved anywhere). The problem is the error of ``take`` or of the check, or None; the
-    last item is True if ``moved`` is True on any rank of the replica.
+    Returns (microbatches, problem, True if ``moved`` is True on any rank of the replica). The problem is the error of
+    ``take`` or of the check, or None.
 
-    ``moved``: True if this rank's model attributes have changed since the last ``TraceCache.agree``.
+    ``moved``: True if attributes of this rank's model have changed since the ranks last compared their traces.
 
     Raises:
         EngineError: a rank of the replica did not take part, or has ended.
@@ -65,8 +65,8 @@ def check_batch(
     One all-gather of 8 bytes a rank over the replica, label "batch check". Returns True if ``moved`` is True on any
     rank.
 
-    ``problem``: exception that left this rank without a batch; then all other ranks raise. ``moved``: True if this
-    rank's model attributes have changed since the last ``TraceCache.agree``.
+    ``problem``: exception because of which this rank has no batch; all other ranks then raise. ``moved``: True if
+    attributes of this rank's model have changed since the ranks last compared their traces.
 
     Raises:
         EngineError: batches or grad modes differ between ranks (all ranks raise), or another rank has no batch.
@@ -111,8 +111,8 @@ def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm,
     ``problem``: exception of a trace on this rank, or None.
 
     Raises:
-        EngineError: paths differ, or only some ranks have a ``problem``. Not raised on a rank with a ``problem``
-            other than PlanError.
+        EngineError: paths differ, or only some ranks have a ``problem``. A rank with a ``problem`` other than PlanError
+            returns instead.
     """
     digest = _REFUSED if problem is not None else zlib.crc32(repr(list(paths)).encode())
     mine = torch.tensor([digest], dtype=torch.int64)
@@ -132,7 +132,7 @@ def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm,
 def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str | None:
     """Returns the name of the first persistent floating-point buffer that differs between data ranks, or None.
 
-    One all-gather of 8 bytes a buffer over dp, label "buffer check"; none without these buffers.
+    All-gathers 8 bytes for each such buffer over dp, label "buffer check".
     """
     unsaved = {id(m._buffers[leaf]) for m in model.modules() for leaf in m._non_persistent_buffers_set}
     buffers = {name: b for name, b in model.named_buffers() if id(b) not in unsaved and b.is_floating_point()}

@@ -39,7 +39,7 @@ class StepCount:
 
 
 class StepCounts:
-    """Exchange of the numbers of microbatches between data ranks, with this rank's pipeline schedules for them."""
+    """Exchange of the numbers of microbatches between data ranks, with the pipeline schedules of this rank."""
 
     def __init__(self, plan: Plan, comm: Comm, device: torch.device) -> None:
         self._plan, self._comm, self._device = plan, comm, device
@@ -72,9 +72,9 @@ class StepCounts:
         return StepCount(scheduled, before, sum(all_rows))
 
     def row(self, microbatches: int, trains: bool) -> RankSchedule:
-        """Returns this rank's pipeline actions for a step of ``microbatches`` microbatches; none for 0.
+        """Returns this rank's pipeline actions for a step of ``microbatches`` microbatches; for 0, no actions.
 
-        ``trains``: False for the forwards of an evaluation only.
+        ``trains``: True for training; False for an evaluation, which has forwards only.
         """
         if not microbatches:
             return _NOTHING

@@ -23,10 +23,10 @@ class OtherRankError(EngineError):
 def problem_of_any(
     problem: BaseException | None, comm: Comm, device: torch.device, gathers: bool
 ) -> BaseException | None:
-    """Returns the error with which this rank refuses a step before its first forward, or None.
+    """Returns ``problem`` or, if only another data rank has a problem, an :class:`OtherRankError`; else None.
 
-    It is ``problem``, or an :class:`OtherRankError` for another data rank's problem. With ZeRO 3 (``gathers``), ranks
-    exchange one byte over data ranks; with expert parallelism, they all-reduce 8 bytes over ep.
+    Call it before a step's first forward. With ZeRO 3 (``gathers``), ranks exchange one byte over data ranks; with
+    expert parallelism, they all-reduce 8 bytes over ep.
     """
     failed = problem is not None
     if gathers:
@@ -66,9 +66,9 @@ def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.dev
 
 
 def note_failure(call: str, error: BaseException, comm: Comm, alike: bool) -> EngineError | None:
-    """Records for other ranks that the engine method ``call`` has raised ``error`` on this rank.
+    """Records, for a vote of all ranks, that the engine method ``call`` has raised ``error`` on this rank.
 
-    Returns an error that names the failed rank if ``error`` is only a lost connection to it, else None.
+    If ``error`` reports a lost rank, returns an error that names the rank that failed first; else None.
 
     ``alike``: True if the engine stays usable when all ranks fail in the same call.
     """

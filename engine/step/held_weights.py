@@ -70,13 +70,13 @@ class ForwardDates:
                     leaf.register_hook(check)  # type: ignore[no-untyped-call]
 
     def expire(self) -> None:
-        """Makes backwards of earlier ``eng(batch)`` calls raise on a pipeline; does nothing without a pipeline."""
+        """Makes backwards of earlier ``eng(batch)`` calls raise if these ran on a pipeline; else does nothing."""
         if self._calls is not None:
             self._calls.updates += 1
 
     @property
     def now(self) -> _Date:
-        """Present date: the number of weight updates and, on a pipeline, of ``expire`` calls."""
+        """Present date, for :meth:`at`: counts of weight updates and, on a pipeline, of ``expire`` calls."""
         return _Date(self._made, self._calls.updates if self._calls is not None else 0)
 
     @contextmanager
@@ -142,7 +142,7 @@ class WeightHolds(StepPart):
     def hold(self, dates: ForwardDates) -> HeldWeights:
         """Returns a handle to the present weights; all calls before the next update return the same handle.
 
-        Copies nothing yet. ``dates``: guard of backwards through earlier forwards.
+        Copies nothing yet. ``dates``: this rank's guard against backwards of outdated forwards.
         """
         now = self.versions()
         for known in self._present:
@@ -157,12 +157,12 @@ class WeightHolds(StepPart):
         return tuple(parameter._version for parameter in self._parameters())
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Copies the weights before the update if a handle refers to them; returns ``step.problem``."""
+        """Copies the weights before the update if a handle refers to them; returns ``step.problem`` unchanged."""
         self._copy_held()
         return step.problem
 
     def changing(self) -> AbstractContextManager[None]:
-        """Copies the weights now if a handle refers to them; returns an empty context for changes of the weights."""
+        """Copies the weights now if a handle refers to them; the returned context itself does nothing."""
         self._copy_held()
         return nullcontext()
 

@@ -50,9 +50,9 @@ class MicrobatchRunner:
             step.check_trace = self.trace_again
 
     def again(self, step: StepState) -> "MicrobatchRunner":
-        """Returns a runner for a second run of the same step, with loss and counts added to ``step``.
+        """Returns a runner for a second run of the same step, on copies of the microbatches.
 
-        The new runner has copies of the microbatches.
+        It adds loss and counts to ``step``.
         """
         copies = [map_tensors(microbatch, torch.clone) for microbatch in self._microbatches]
         return MicrobatchRunner(self._runtime, step, copies, self._random_key, self.kind, self.scheduled)
@@ -117,7 +117,7 @@ class MicrobatchRunner:
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
         """Runs the forward of one stage on one microbatch; returns the tensors to send to other stages.
 
-        The last stage adds loss, weight and tokens to the step's sums, and in training returns the scaled loss.
+        The last stage adds loss, loss weight and tokens to the step's sums, and in training returns the scaled loss.
         ``received``: tensors from other stages, by their number in the trace.
         """
         if self._lacks(microbatch):
@@ -153,9 +153,7 @@ class MicrobatchRunner:
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context that computes deferred weight gradients of ``stage`` and ``microbatch`` during
-        tensor-parallel waits.
-        """
+        """Returns a context in which this rank computes deferred weight gradients while it waits for tp collectives."""
         runtime = self._runtime
         return runtime.axis.filling_waits(self._deferred[stage, microbatch].ahead, runtime.program.device)
 

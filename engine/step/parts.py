@@ -28,7 +28,7 @@ from engine.step.state import StepState, StepTotals
 
 
 class PartOrder(IntEnum):
-    """Order in which the hooks of step parts (optional features with hooks around a step) are called."""
+    """Order in which the hooks of step parts (optional features of a step) are called: the first member first."""
 
     HELD = auto()
     """Part that copies weights for late backwards before any other part may change them."""
@@ -73,7 +73,7 @@ class Rerun(Protocol):
 
 
 class StepPart:
-    """Base class of step parts: optional features with hooks around the phases of a training step.
+    """Base class of a step part: an optional feature with hooks that run in each training step.
 
     A hook does nothing unless a subclass overrides it.
     """
@@ -126,7 +126,7 @@ class StepPart:
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Runs before ``after_update`` if no rank has failed, with ``totals`` summed over all ranks. Collective."""
+        """Runs before ``after_update`` if no rank failed; ``totals``: the step's sums over all ranks. Collective."""
 
     def after_update(self) -> None:
         """Runs after the optimizer has updated the weights; an overlapped update may still be running."""
@@ -165,7 +165,7 @@ class StepPart:
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restores this part from ``state``, the tensors by name that :meth:`state` has returned."""
+        """Restores this part from ``state``, tensors by name as :meth:`state` returns them."""
 
     def close(self) -> None:
         """Releases memory and files of this part when the engine closes."""
@@ -217,7 +217,7 @@ class StepParts:
     def entering(self, contexts: Callable[[StepPart], AbstractContextManager[None]]) -> Iterator[None]:
         """Opens the contexts of all parts; ``contexts`` is ``StepPart.changing`` or ``StepPart.saving``.
 
-        Skips the parts after a part with ``hides``.
+        Stops after the first part that has moved state away from the device (``hides``).
         """
         with ExitStack() as stack:
             for part in self.having(contexts):

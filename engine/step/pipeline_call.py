@@ -49,7 +49,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def cut_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchRows, rows: int | None) -> list[Arguments]:
     """Splits arguments of the model's forward into parts of ``rows`` rows; None: one part.
 
-    The last part may have fewer rows. Mappings become plain dicts. ``cut``: rule that names tensors not to be split.
+    The last part may have fewer rows. Mappings become plain dicts. ``cut``: splitter of batches by rows.
 
     Raises:
         EngineError: tensors have different numbers of rows.
@@ -113,8 +113,8 @@ Gradients = Sequence[Tensor | None]
 
 
 def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
-    """Returns ``tensors`` as the start of a new autograd graph, writable in place. A backward through the
-    graph passes the gradients of ``tensors`` to the callback ``arrive``.
+    """Returns ``tensors`` attached to a new autograd graph; they may be written in place. A backward passes their
+    gradients to the callback ``arrive``.
     """
     anchor = torch.empty(0, requires_grad=True)
     attached: tuple[Tensor, ...] = _Cut.apply(anchor, _Given(tensors, arrive))  # type: ignore[no-untyped-call]
@@ -287,7 +287,7 @@ class PipelineCalls:
 
     @property
     def updates(self) -> int:
-        """Number of times that weights may have changed; a backward raises if the number grew after the forward."""
+        """Count of possible weight changes; a backward raises if the count has grown since its forward."""
         return self._arrivals.updates
 
     @updates.setter
@@ -334,10 +334,10 @@ class PipelineCall:
         """True if the backward of the stages has run, and the number of updates before the call."""
 
     def trace(self, compares: bool) -> None:
-        """Traces the parts of the batch; if ``compares``, ranks of the replica compare their traces.
+        """Traces the forward of each part of the batch; with ``compares``, ranks of the replica compare their traces.
 
         Raises:
-            EngineError: outputs of several parts cannot be joined, or ranks take different paths.
+            EngineError: outputs of several parts cannot be joined, or traces differ between ranks.
             PlanError: a forward does not fit the stages.
             Exception: error of the model's forward.
         """
@@ -438,7 +438,7 @@ class PipelineCall:
     # ------------------------------------------------------------------ what the executor calls
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the plan of ``stage`` and the traced tensors of batch part ``microbatch``, for message shapes."""
+        """Returns the plan of ``stage``, and the traced tensors (with message shapes) of batch part ``microbatch``."""
         traced = self._traced[microbatch]
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
@@ -476,7 +476,7 @@ class PipelineCall:
         raise AssertionError("there and back has no deferred weight gradients")
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns an empty context, because there are no deferred weight gradients."""
+        """Returns a context that does nothing, because there are no deferred weight gradients."""
         return nullcontext()
 
 

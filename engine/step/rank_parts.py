@@ -50,9 +50,7 @@ class DelayedUpdates(StepPart):
         return self._delayed.problem()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Waits for the earlier update that still runs on the host; returns ``step.problem``, that update's error, or
-        None.
-        """
+        """Waits for the update that still runs on the host; returns ``step.problem`` or the update's error."""
         late = self.problem()
         return step.problem or late
 
@@ -67,9 +65,9 @@ class DelayedUpdates(StepPart):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Opens a context for reads or writes of weights, after waiting for an update that runs on the host.
+        """Waits for an update that runs on the host; opens a context for reads or writes of weights.
 
-        The new weights may still be only on the host.
+        The device may not have the updated weights yet.
         """
         self._delayed.join()
         yield
@@ -124,7 +122,7 @@ class BackgroundReads(StepPart):
 
 
 class MomentsOnDisk(StepPart):
-    """Step hooks that refuse saves after a failed read or write of optimizer moments on a disk."""
+    """Step hooks for optimizer moments on a disk; they refuse a save after a failed read or write of moments."""
 
     order = PartOrder.DISK
 
@@ -160,7 +158,7 @@ class StatesOnHost(StepPart):
         return bool(self.states.kinds)
 
     def changing(self) -> AbstractContextManager[None]:
-        """Returns a context for reads or writes of state, in which ``offload_states`` raises."""
+        """Returns a context for reads or writes of state; inside it, ``offload_states`` raises."""
         return self.states.held()
 
     def saving(self) -> AbstractContextManager[None]:
@@ -192,11 +190,11 @@ class CountedExperts(StepPart):
 class BalancedRouters(StepPart):
     """Step hooks that balance expert loads by router biases.
 
-    After each update they add ``rate`` to the biases of experts below the mean load, and subtract it above. An expert's
-    load is the number of tokens routed to it in the step, on all ranks.
+    After each update they add ``rate`` to the biases of experts below the mean load, and subtract it from the biases of
+    experts above. An expert's load is the number of tokens routed to it in the step, on all ranks.
 
     Args:
-        biases: for each layer, the bias buffer [experts] and the number of experts in the layers before.
+        biases: for each layer, the bias buffer [experts] and the number of experts in all earlier layers.
         rate: change of a bias per update (``router_bias_update_rate``).
     """
 
@@ -231,7 +229,7 @@ class ReplayedRouters(StepPart):
         self.replay = replay
 
     def taken(self, microbatches: Sequence[Batch]) -> None:
-        """Raises if the experts recorded in a microbatch do not fit the model's layers or their numbers of experts."""
+        """Raises if the experts recorded in a microbatch do not fit the model: number of layers or experts."""
         for microbatch in microbatches:
             self.replay.check(microbatch)
 
@@ -285,9 +283,7 @@ class EqualWeights(StepPart):
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Logs the name of a weight that differs between ranks, if the summed hashes in ``totals`` show a
-        difference.
-        """
+        """Checks the summed hashes in ``totals``; if ranks differ, logs the name of a weight that differs."""
         if step.copies is not None:
             self._copies.compare(totals.digest_squared, step.sent)
 

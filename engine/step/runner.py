@@ -49,7 +49,7 @@ _EVERY = 32
 
 
 class Remarks:
-    """Log warnings about likely mistakes of the training script: training in eval mode, or equal batches."""
+    """Log warnings about likely mistakes of the training script: training in eval mode, or a repeated batch."""
 
     def __init__(self, model: nn.Module, speaks: bool) -> None:
         self._model, self._speaks = model, speaks
@@ -111,8 +111,8 @@ class Remarks:
 def idle_in_eval_mode(model: nn.Module) -> Iterator[str]:
     """Yields a phrase, such as "dropout (encoder.drop)", for each effect that eval mode turns off.
 
-    Effects are dropout with a nonzero rate, and updates of running statistics. Skips modules without trainable
-    parameters, or with a parent in training mode.
+    Effects are dropout with a nonzero rate, and updates of running statistics. Skips a module if its parent is in
+    training mode, or has no trainable parameters.
     """
     modules = dict(model.named_modules())
     for path, module in modules.items():
@@ -245,8 +245,8 @@ class StepRunner:
     def predict(self, batch: Batch, micro: int | None = None, together: bool = False) -> Any:
         """Returns the model's output for one batch; see :meth:`engine.Engine.predict`.
 
-        ``micro``: rows of a microbatch; None: as configured. ``together``: True if every data rank calls at
-        the same time: ``predict`` or, without rows, :meth:`accompany`.
+        ``micro``: rows of a microbatch; None: as configured. ``together``: True if every data rank calls ``predict`` at
+        the same time, or :meth:`accompany` if it has no rows.
         """
         step, split = self.begin(), self._runtime.program.rows.split
         with evaluating(self._model):
@@ -259,7 +259,7 @@ class StepRunner:
     def accompany(self, batch: Batch) -> bool:
         """Takes part in the collectives of other data ranks' ``predict`` call, on a data rank without rows.
 
-        Returns False, without a forward, if all other data ranks have no rows either. ``batch``: any rows; their
+        Returns True after its forwards; False, without a forward, if no data rank has rows. ``batch``: any rows; their
         outputs are dropped.
         """
         step = self.begin()
@@ -448,7 +448,7 @@ class StepRunner:
             raise
 
     def finish(self, step: StepState) -> FinishedStep:
-        """Sums the totals of ``step`` over the world, then updates the weights or skips the update. Collective.
+        """Sums the step's loss, tokens and flags over the world, then makes or skips the update. Collective.
 
         If any rank has failed, all ranks raise and restore the module buffers that the step has written.
         """
@@ -484,8 +484,8 @@ class StepRunner:
     def random_key(self, index: int, first: int | None = None) -> tuple[int, int, int]:
         """Returns the random seed of this rank's microbatch ``index``: (configured seed, updates so far, global index).
 
-        It is equal on every grid. ``first``: global index of this rank's first microbatch; None if all data ranks have
-        equally many.
+        A microbatch has the same seed on every grid. ``first``: global index of this rank's first microbatch; None if
+        all data ranks have the same number of microbatches.
         """
         return self._config.seed, self._update.made, (self._first if first is None else first) + index
 

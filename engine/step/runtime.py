@@ -161,13 +161,13 @@ class RankRuntime:
             yield
 
     def uncounted(self) -> Tensor | None:
-        """Returns zeros to which the forwards of a new step add counts; None if nothing is counted."""
+        """Returns zeros to which a new step's forwards add counts, such as tokens of each expert; else None."""
         return next((part.counts() for part in self.parts.having(StepPart.counts)), None)
 
     def watched(self, given: Any, run: Callable[[], Any]) -> Any:
         """Returns ``run()``, a forward on the inputs ``given``.
 
-        The first forward raises if it does not use each parameter as the tensor-parallel plan expects.
+        In the first forward, raises if a parameter is not used as the tensor-parallel plan assumes.
         """
         first_use = self.first_use
         return first_use.watch(given, run) if first_use is not None and first_use.needed else run()
@@ -225,7 +225,7 @@ class RankRuntime:
 
     @contextmanager
     def passes(self, row: RankSchedule) -> Iterator[None]:
-        """Opens a context for the pipeline actions ``row``, in which ZeRO 3 gathers parameters ahead in this order."""
+        """Opens a context for the pipeline actions ``row``; ZeRO 3 gathers parameters early, in ``row``'s order."""
         if self.gatherer is None or self.gatherer.holds:
             yield
             return
@@ -238,7 +238,7 @@ class RankRuntime:
     def running(self) -> AbstractContextManager[None]:
         """Returns a context for the engine's forwards and backwards on a pipeline.
 
-        Inside, placeholders for other stages' parameters may be read.
+        Outside of it, a read of another stage's parameter raises.
         """
         return self.pipeline.absent.running() if self.pipeline is not None else nullcontext()
 
@@ -285,7 +285,7 @@ class RankRuntime:
     def settle(self) -> None:
         """Completes work that runs after a step: an optimizer update on the host, and copies of parameters to the host.
 
-        Collective if there is such an update; if it failed on one rank, all ranks raise.
+        Collective if an update runs on the host. If that update failed on one rank, all ranks raise.
         """
         delayed = self.parts.find(DelayedUpdates)
         if delayed is not None and delayed.pending:
@@ -329,7 +329,7 @@ class RankRuntime:
             yield
 
     def own(self, tree: Any) -> Any:
-        """Returns ``tree`` (nested lists, tuples and dicts) with copies in place of views of gathered parameters."""
+        """Returns ``tree`` (nested lists, tuples and dicts), with copies of tensors that share gathered memory."""
         return tree if self.gatherer is None else pytree.tree_map_only(Tensor, self.gatherer.own, tree)
 
     @contextmanager

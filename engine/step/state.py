@@ -59,9 +59,7 @@ class RunControl:
 
     @property
     def stops(self) -> float:
-        """This rank's reasons to stop, as a number: 1 for a stop request, plus ``ENDS_TRIAL`` if the sweep's trial
-        ends.
-        """
+        """This rank's reasons to stop: 1 for a stop request, plus ``ENDS_TRIAL`` (2^32) if the sweep's trial ends."""
         ends = self.trial is not None and self.trial.asked
         return (self.stop is not None and self.stop.asked) + ENDS_TRIAL * ends
 
@@ -167,7 +165,7 @@ class StepState:
 
     @property
     def divides(self) -> float:
-        """Loss scale / ``added_ranks``; times the sum of loss weights, it is the divisor of the summed gradients."""
+        """Loss scale / ``added_ranks``. Summed gradients are divided by this value times the sum of loss weights."""
         return self.scale / self.added_ranks
 
     @property
@@ -185,7 +183,7 @@ class StepState:
         return again
 
     def root(self, loss: Tensor) -> Tensor:
-        """Returns ``loss`` times the loss scale as root of the backward; fp32 if the scale is not 1."""
+        """Returns ``loss`` times the loss scale, from which the backward starts; in fp32 if the scale is not 1."""
         return loss if self.scale == 1.0 else loss.float() * self.scale
 
 
@@ -223,9 +221,10 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     ) -> Tensor:
         """Returns this rank's summands as one fp64 device tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts].
 
-        ``speaks``: True on the one rank of each data coordinate that adds loss, weight and tokens. ``stops``: this
-        rank's ``RunControl.stops``. ``unused``: number of parameters that gained or lost their gradient since the
-        previous step. ``metrics``: number of configured metrics.
+        ``squared_norm``: this rank's share of the squared gradient norm. ``speaks``: True if it adds its data
+        coordinate's loss, weight and tokens. ``stops``: this rank's ``RunControl.stops``. ``unused``: number of
+        parameters that gained or lost their gradient since the previous step. ``metrics``: number of configured
+        metrics.
         """
         share = StepTotals[Tensor | float](
             loss=step.loss if speaks else 0.0,
@@ -247,7 +246,7 @@ class StepTotals(NamedTuple, Generic[Scalar]):
         return packed if step.experts is None else torch.cat([packed, step.experts])
 
     def same_batch(self, data_ranks: int) -> bool:
-        """Returns True if all data ranks have equal batch hashes; False with one data rank or without hashes."""
+        """Returns True if all data ranks have hashed equal batches; False with one data rank or without hashes."""
         total, squares = int(self.digest), int(self.digest_squared)  # type: ignore[call-overload]
         return total > 0 and data_ranks > 1 and data_ranks * squares == total**2
 

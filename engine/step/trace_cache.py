@@ -68,9 +68,7 @@ class UserHooks(NamedTuple):
 
 
 class TraceCache:
-    """Cache of traced forwards by input shapes and non-tensor inputs, purpose of the forward, and attributes of the
-    model.
-    """
+    """Cache of traced forwards, by input shapes, non-tensor inputs, purpose of forward and model attributes."""
 
     def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
         self._plan, self._program, self._axis = plan, program, axis
@@ -195,10 +193,10 @@ def _without_modes(state: State) -> State:
 
 
 def check_boundary_hooks(hooked: Sequence[str], trace: ModelTrace, partition: Partition) -> None:
-    """Checks that each module in ``hooked`` (modules with backward hooks) and its outputs are used on one stage only.
+    """Checks that no module in ``hooked`` (modules with backward hooks) is on several stages or sends to another.
 
     Raises:
-        EngineError: a module violates this; names the first violation.
+        EngineError: a module does; the message names the first one.
     """
     sent = set(_sending_units(trace, partition))
     stages: dict[str, set[int]] = {}

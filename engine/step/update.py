@@ -59,10 +59,10 @@ class UpdateOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Conditions under which the device makes an update without the host.
+    """Conditions under which the device itself decides to make an update.
 
-    No rank may have failed, the sum of loss weights must not be 0, and exactly the expected parameters must have
-    gradients.
+    No rank may have failed, the sum of loss weights must not be 0, and the same parameters as in the previous step must
+    have gradients.
     """
 
     scale: float
@@ -104,7 +104,7 @@ class DeviceDecidedUpdate:
     def launch(self, rate: LearningRate, update: int) -> None:
         """Launches the optimizer update and the all-gathers of parameters over dp, label "parameters".
 
-        ``update``: number of earlier updates, the argument of ``rate``.
+        ``update``: number of earlier updates, from which ``rate`` computes the learning rate.
         """
         rate.prepare(update)
         self._optimizer.launch(self._decision)
@@ -149,8 +149,7 @@ class Update:
         """Loss scale of the next step."""
 
     def run(self, step: StepState, runtime: RankRuntime, stops: float = 0.0) -> UpdateOutcome:
-        """Reduces gradients over dp, sums totals over the world, then updates the weights or skips the update.
-        Collective.
+        """Reduces gradients, sums loss, tokens and flags over all ranks, then makes or skips the update. Collective.
 
         If any rank has failed, all ranks raise. ``stops``: this rank's reasons to stop, from ``RunControl.stops``.
         """

@@ -45,7 +45,7 @@ _MANAGED_KEYS = 2**16
 
 
 class LoopState(Enum):
-    """Phase of the user's training loop between engine calls, such as a forward without its backward yet."""
+    """Phase of the user's training loop between engine calls, such as a forward that still waits for its backward."""
 
     LEFT = auto()
     """No call has come since the engine's last ``train_batch``, load or save."""
@@ -215,7 +215,7 @@ class UserLoop:
         self._runtime.reducer.reset()
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
-        """Makes reads of parameters' ``grad`` raise; :meth:`engine.Engine.guard_gradients` explains ``around``."""
+        """Makes reads of parameters' ``grad`` raise; see :meth:`engine.Engine.guard_gradients`."""
         self._enter_loop()
         runtime = self._runtime
         if around is not None and "zero_grad" not in vars(around):
@@ -236,7 +236,8 @@ class UserLoop:
     def reduce_gradients(self) -> float:
         """Reduces the accumulated gradients over dp; returns the divisor of the average. Collective.
 
-        In an unfinished accumulation, the missing microbatches count with the mean weight of the others.
+        In an unfinished accumulation, the divisor also counts the missing microbatches, with the mean weight of the
+        others.
 
         Raises:
             EngineError: under fp16, a loss was not scaled.
@@ -272,8 +273,7 @@ class UserLoop:
         return gradient_norm(float(squared), divisor)
 
     def leave(self, call: str) -> None:
-        """Leaves the loop before ``call``, an engine method such as "train_batch"; forwards without a backward are
-        dropped.
+        """Ends the user's loop before the engine method ``call``; forwards without a backward are dropped.
 
         Raises:
             EngineError: an accumulation is unfinished.

@@ -37,9 +37,9 @@ class Dimension:
 
     @property
     def listed(self) -> tuple[Any, ...] | None:
-        """All values in order, as Optuna stores them: integers, or the JSON text of each choice.
+        """All values in order, as Optuna stores them; None for a range of real numbers.
 
-        None for a range of real numbers.
+        They are integers, or the JSON text of each choice.
         """
         if self.form == "choices":
             return self.values
@@ -145,7 +145,7 @@ def read_sweep(source: SweepSource) -> SweepConfig:
     """Returns the settings of a sweep from a JSON file, a dict, or a ``SweepConfig``. No communication.
 
     Raises:
-        ConfigError: the settings have mistakes; the message lists all, equal on every rank.
+        ConfigError: the settings have mistakes; the message, the same on every rank, lists them all.
     """
     if isinstance(source, SweepConfig):
         return source

@@ -70,7 +70,7 @@ def make_component(kind: str, given: Component, seed: int = 0) -> Any:
     Args:
         kind: "pruners" or "samplers".
         given: name of the component, and the arguments of its class.
-        seed: number added to a ``seed`` argument, so that the samplers of trials draw different values.
+        seed: number added to a ``seed`` argument, so that samplers of different trials draw different values.
 
     Raises:
         ConfigError: Optuna is not installed, or has no such class or argument; the same on every rank.
@@ -189,7 +189,7 @@ class SweepStudy:
     def next(self) -> Assignment | None:
         """Starts a trial in this process and returns it; returns None if all trials have been started.
 
-        Unfinished trials of ended processes come before new trials.
+        Continues an unfinished trial of an ended process before it starts a new trial.
         """
         with _held(self._ask):
             for frozen in self._study.get_trials(deepcopy=False, states=(self._states.RUNNING,)):
@@ -249,7 +249,7 @@ class SweepStudy:
     def report(self, value: float, update: int) -> bool:
         """Stores the metric's ``value`` after ``update`` updates of the running trial.
 
-        Returns True if the pruner stops the trial; it never stops trials from ``promote``.
+        Returns True if the pruner stops the trial; it never stops a trial that ``promote`` has queued.
         """
         self._trial.report(value, update)
         return _PROMOTED not in self._trial.user_attrs and bool(self._trial.should_prune())

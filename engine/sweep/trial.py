@@ -37,7 +37,7 @@ class TrialEnd(SystemExit):
 
 
 class SweepTrial:
-    """One trial of a sweep: its configuration values, its reports, and its end by pruning.
+    """One trial of a sweep: a training run with its own configuration values, which pruning may end early.
 
     Args:
         settings: settings of the sweep.
@@ -132,8 +132,8 @@ class SweepTrial:
     def report(self, value: float, update: int) -> None:
         """Reports ``value`` after ``update`` updates to the pruner, for training loops with their own metric.
 
-        All ranks call it; rank 0's value counts. A non-finite value prunes the trial. Updates reported before a restart
-        are ignored.
+        All ranks call it; rank 0's value counts. A non-finite value prunes the trial. Ignores an ``update`` that is not
+        later than the last report.
         """
         if update <= self.reported:
             return
@@ -158,14 +158,14 @@ class SweepTrial:
     def save_folder(self, folder: Path) -> Path:
         """Returns the folder for a save to ``folder``, always inside the trial's folder.
 
-        An outside ``folder`` becomes the folder of the same name inside the trial's folder.
+        If ``folder`` is outside, returns a folder of the same name inside the trial's folder.
         """
         return folder if folder.is_relative_to(self.folder) else self.folder / folder.name
 
     def load_folder(self, folder: Path) -> Path:
-        """Returns the trial's own folder of the same name if it has checkpoints, else ``folder``.
+        """Returns the folder with this trial's newest checkpoint, or ``folder`` if the trial has none.
 
-        Before the first update, it returns the trial's checkpoint folder instead if the newest checkpoint is there.
+        Looks in the trial's folder of the same name and, before the first update, in its checkpoint folder.
         """
         if folder.is_relative_to(self.folder) and self.updates:
             return folder

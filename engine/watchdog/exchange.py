@@ -62,8 +62,8 @@ class Line:
         return not self._outward
 
     def receive(self) -> Iterator[Message]:
-        """Yields the complete messages that have arrived, without waiting. Closes the connection if it has ended or
-        failed, or if text is not JSON.
+        """Yields the complete messages that have arrived, without waiting. Closes the connection after its end, an
+        error, or a message that is not JSON.
         """
         try:
             while self.open:
@@ -123,7 +123,7 @@ class Hub:
 
         Args:
             seconds: longest wait; it ends earlier if a connection or a descriptor in ``also`` is readable.
-            also: further file descriptors to wait for, which are not read.
+            also: other file descriptors that end the wait; this method does not read them.
         """
         links = [self.listener.fileno(), *(line.link.fileno() for line in self.lines if line.open)]
         select.select([*links, *also], [], [], seconds)
@@ -186,7 +186,7 @@ class Spoke:
 
         Args:
             seconds: longest wait; it ends earlier if the connection or a descriptor in ``also`` is readable.
-            also: further file descriptors to wait for, which are not read.
+            also: other file descriptors that end the wait; this method does not read them.
         """
         if (self._line is None or self._opening or not self._line.open) and self._due():
             self._connect()

@@ -76,7 +76,7 @@ def perfetto_trace(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
 
     Args:
         ranks: events of each rank, by global rank.
-        now: time in nanoseconds since 1970; unfinished events are drawn until it.
+        now: time in nanoseconds since 1970, at which unfinished events end in the trace.
     """
     found = [
         {
@@ -120,8 +120,8 @@ class LocalRanks:
     ranks: dict[int, _Local] = field(default_factory=dict)
 
     def refresh(self) -> list[int]:
-        """Finds ranks with a new flight file (record of a rank's calls) and ended processes. Returns the global ranks
-        that have ended since the previous call.
+        """Finds new flight files (records of ranks' calls) and ended ranks. Returns the global ranks that have ended
+        since the previous call.
         """
         ended = []
         for path in self.folder.glob(f"*{SUFFIX}"):
@@ -266,7 +266,7 @@ def flight_folder() -> Path:
 
 
 def remove_old(folder: Path) -> None:
-    """Deletes all subfolders of ``folder`` (flight files of jobs) without a change for a day; ignores errors."""
+    """Deletes subfolders of ``folder`` (flight files of jobs) that have not changed for a day; ignores errors."""
     for old in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:

@@ -42,7 +42,7 @@ class StreamGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Seconds per training step for which each rank has computed and each link has waited, between two samples."""
+    """Times between two samples, in seconds per training step: computation of each rank, and waits of each link."""
 
     views: Mapping[int, RankView]
     """Views of all ranks at the end."""
@@ -64,10 +64,10 @@ class Window:
 
 
 def transfers(began: Mapping[int, RankView], now: Mapping[int, RankView]) -> dict[StreamGroup, float]:
-    """Returns the seconds per training step that each link spends on transfers between two samples.
+    """Returns the transfer time of each link in seconds per training step, measured between two samples.
 
     A link is a group of ranks, or a sender and its receiver. The time is the shortest wait in a group, or the
-    receiver's wait. Groups are left out unless all ranks have measured waits.
+    receiver's wait. A group is left out if a rank of it has no measured wait.
 
     Args:
         began: state of each rank at the first sample.
@@ -94,8 +94,8 @@ def _is_message(stream: str) -> bool:
 class SlowLinks:
     """Detector of slow links; a link is a group of ranks with collectives, or a sender and its receiver.
 
-    A link is slow if transfers take more than ``factor`` times the median of links with the same stream name and
-    pipeline stages, or its own best time. Each link is reported once.
+    A link is slow if its transfer time exceeds ``factor`` times either the link's own best time, or the median of links
+    with the same stream name and pipeline stages. Each link is reported once.
     """
 
     def __init__(self, factor: float) -> None:

@@ -19,7 +19,7 @@ RECENT = 6
 class CallView:
     """Collective, message or pipeline computation of a rank, as the watchdog sees it.
 
-    ``seconds`` is the time since its begin if it is unfinished, else since its end.
+    ``seconds`` is the time since the call's end or, if it is unfinished, since its begin.
     """
 
     text: str
@@ -38,7 +38,7 @@ class CallView:
         Args:
             event: collective, message or computation of the rank.
             flight: snapshot of the flight file that has recorded ``event``.
-            since, now: monotonic times in nanoseconds; ``seconds`` of the view is ``now`` - ``since``.
+            since, now: monotonic times in nanoseconds: begin or end of the event, and the present.
         """
         return cls(
             text=str(event) if event.bytes or event.kind == EventKind.ACTION else event.label,
@@ -154,7 +154,7 @@ class RankView:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Returns the view from ``data``, a dict of ``to_json`` that was written and read as JSON."""
+        """Returns the view from ``data``, a dict of ``to_json`` after a round trip through JSON text."""
         calls = {name: _call(data[name]) for name in ("waiting", "action", "last")}
         streams = tuple(WaitView(**{**each, "runs": tuple(map(tuple, each["runs"]))}) for each in data["streams"])
         return cls(**{**data, **calls, "recent": tuple(_call(each) for each in data["recent"]), "streams": streams})
@@ -218,11 +218,10 @@ def process_state(pid: int) -> tuple[str, int]:
 
 
 def started_after(pid: int, written: int) -> bool:
-    """Returns True if the running process ``pid`` started more than a second after ``written``, so that the pid is
-    reused.
+    """Returns True if ``pid`` was reused: its running process started more than a second after ``written``.
 
-    ``written`` is in nanoseconds of the monotonic clock. The result may be a wrong False after a suspension of the
-    machine.
+    ``written`` is in nanoseconds of the monotonic clock. After a suspension of the machine, a reused pid may remain
+    undetected.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

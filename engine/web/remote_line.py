@@ -52,7 +52,7 @@ class RemoteLine:
     Args:
         url: address of the server.
         token: secret of the server; empty: none.
-        patience: seconds for which a request is repeated; 0.5 before the first answer of the server.
+        patience: seconds for which a request is repeated; until the server's first answer, only 0.5 seconds.
         transport: httpx transport that replaces the network, for tests.
         certificate: PEM file with the server's certificate or its authority's; empty: this host's trusted authorities.
 

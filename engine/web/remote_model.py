@@ -87,7 +87,7 @@ class RemoteModel:
         return self.version
 
     def function(self, name: str, tensor: Tensor | None = None) -> Tensor | None:
-        """Calls the server's function ``name``, with ``tensor`` or without arguments; returns its tensor or None.
+        """Calls the server's function ``name``, with ``tensor`` if given; returns the function's tensor or None.
 
         No gradient flows through the call.
         """
@@ -98,7 +98,7 @@ class RemoteModel:
         return self.line.ask("/v1/statistics", method="GET")
 
     def close(self) -> None:
-        """Closes the connection; the server later drops this session's autograd graphs."""
+        """Closes the connection; the server drops this session's autograd graphs some time later."""
         self.line.close()
 
     def _outputs(self, names: list[str], values: list[Tensor], version: int) -> Any:

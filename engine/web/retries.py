@@ -56,8 +56,8 @@ def repeat_request(
 
     Args:
         until: callback that returns the time (``monotonic``) after which no attempt begins.
-        describe: callback from the error of a failed attempt to the error to raise if no attempt follows; called after
-            each failure.
+        describe: callback, called with the error of each failed attempt; returns the error to raise if no attempt
+            follows.
         pause: callback that waits for the given number of seconds.
     """
     seconds = _FIRST_PAUSE

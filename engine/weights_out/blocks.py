@@ -129,7 +129,7 @@ class WeightBlocks:
         """Returns a destination for the tensors ``keys``, to be filled by ``fetch``.
 
         Args:
-            memory: callback without arguments, called once, that returns a host tensor by key for all ``keys``.
+            memory: callback without arguments that returns host tensors by key, for all ``keys``; called at most once.
             old: True if these tensors have values of an earlier version, so that only changed blocks are read.
         """
         opened, wanted = cache(memory), [self.geometry.whole(key) for key in keys]
@@ -138,7 +138,7 @@ class WeightBlocks:
     def fetch(self, into: Shadows, known: Known | None = None) -> Known:
         """Reads all blocks (256 KiB of a tensor) that differ from the present values of ``into``.
 
-        Returns the hashes of all blocks by serving rank, one array for each piece (part of a tensor).
+        Returns the hashes of all blocks, which a later call takes as ``known``.
 
         Args:
             known: result of an earlier call for the present values; None: hashes are computed.
@@ -147,7 +147,7 @@ class WeightBlocks:
 
     @property
     def lacked(self) -> int:
-        """Bytes of differing blocks requested through ``reader``, for this and earlier versions."""
+        """Bytes of changed blocks requested through ``reader``, for this and earlier versions."""
         return self._reader.traffic.lacked
 
     def _of(self, keys: Sequence[str]) -> Iterator[tuple[str, PublishedTensor]]:

@@ -48,7 +48,8 @@ class CommitGroup:
         Returns True if all receivers take the version over, False if they drop it.
 
         Args:
-            until: time (``monotonic``) at which this receiver decides to drop an undecided version.
+            until: time (``monotonic``) at which this receiver makes the group drop the version, unless the group has
+                decided.
         """
         attempt = self._attempt(version)
         self._write(f"{attempt}.prepared-{self.member}", "")

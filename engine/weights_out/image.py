@@ -32,7 +32,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class BlockReply:
-    """Reply with the bytes of blocks (256 KiB of a tensor), copied from the served memory during sending."""
+    """Reply with the bytes of blocks (256 KiB of a tensor), which are copied one by one while the reply is sent."""
 
     size: int
     """Bytes of all of them."""
@@ -43,7 +43,7 @@ class WeightImage:
     """Host memory from which a rank or receiver serves its elements of one version; threads may share it.
 
     Args:
-        owned: served elements of each tensor (a piece), by key.
+        owned: piece (served elements) of each tensor, by key.
         tensors: descriptions of all tensors, by key.
         filled: True to allocate memory, which ``put`` fills; False to serve the tensors given to ``share``, without a
             copy.
@@ -73,9 +73,9 @@ class WeightImage:
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Opens a context that begins version ``number``, and serves all tensors at its end.
+        """Opens a context that begins version ``number``; after it, all tensors are served.
 
-        Inside, call ``put`` for each tensor that has changed since the last version.
+        Inside, call ``put`` for each tensor that differs from the last version.
         """
         self.begin(number)
         yield
@@ -87,7 +87,7 @@ class WeightImage:
 
         Args:
             values: new elements of the tensor, on any device.
-            held: positions of ``values`` in the full tensor; all elements of the image must be among them.
+            held: positions of ``values`` in the full tensor; they must include all elements that the image serves.
         """
         copy_shared(values, held, self._values[key], self.owned[key])
         with self._lock:
@@ -113,6 +113,7 @@ class WeightImage:
         There is one array of hashes for each wanted piece that has elements in this image.
 
         Args:
+            number: number of the version.
             wanted: pieces (elements of a tensor) that a receiver wants.
             hashed: False to return the name only.
 
@@ -170,7 +171,7 @@ class WeightImage:
             limit: maximum bytes of all blocks.
 
         Raises:
-            StoreRefusedError: the blocks do not exist, or the image ceases to serve the version.
+            StoreRefusedError: the blocks do not exist or exceed ``limit``, or another version is served.
         """
         with self._lock:
             known = self._layouts.get(layout)

@@ -26,7 +26,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def elements_of(tensor: Tensor) -> Elements:
-    """Returns a contiguous host tensor as NumPy integers [elements] of the same width, without a copy.
+    """Returns a flat NumPy view of a contiguous host tensor, with integers of its element size.
 
     A bf16 tensor becomes int16.
     """
@@ -70,8 +70,8 @@ class Flow:
     def places(self, block: int, side: Side) -> slice | Numbers:
         """Returns the positions of the elements of block ``block``, as a slice or an array of indices.
 
-        They count from the start of the serving rank's piece if ``side`` is "source", and from the start of the wanted
-        piece if it is "target".
+        A position counts from the start of the serving rank's piece if ``side`` is "source", and from the start of the
+        wanted piece if it is "target".
         """
         ends, starts = self._ends, self.runs.source if side == "source" else self.runs.target
         first = block * (BLOCK // self.width)
@@ -114,7 +114,7 @@ def find_flows(
 ) -> list[Flow]:
     """Returns the flows from one serving rank to a receiver: for each wanted piece, the elements that the rank has.
 
-    They are in the order of ``wanted``; a piece without common elements has no flow.
+    They are in the order of ``wanted``; a piece of which the rank has no element has no flow.
 
     Args:
         owned: pieces (elements of a tensor) that the rank serves, by tensor key.
@@ -129,9 +129,9 @@ def find_flows(
 
 
 def by_source(wanted: Sequence[WantedPiece], peers: Sequence[OwnerRank]) -> list[tuple[WantedPiece, OwnerRank | None]]:
-    """Divides wanted pieces into parts that each come from one source; returns (part, source) of each.
+    """Divides wanted pieces into parts, each from one source; returns (part, source) pairs.
 
-    The source is the last of ``peers`` with the elements; None: no peer has them, so the training sends them.
+    The source is the last of ``peers`` that has the part; None: no peer has it, and the training sends it.
 
     Args:
         peers: earlier receivers of the version, which serve the parts that they have received.

@@ -164,7 +164,7 @@ class WeightPublisher:
         self._reader.close()
 
     def after_step(self, made: bool) -> None:
-        """Publishes a version after every ``settings.every`` updates, unless a receiver reads the last version.
+        """Publishes a version after every ``settings.every`` updates, unless the last version is still being read.
 
         All ranks call it after each step.
 
@@ -183,7 +183,7 @@ class WeightPublisher:
 
         Args:
             waits: True to wait until receivers have read the last version, at most ``settings.deadline`` seconds.
-                False: no wait, but a thread may copy weights until the next update.
+                False: no wait; a thread may copy weights later, before the next update.
         """
         told = from_first(lambda: self._begin(waits), self._run.comm, self._run.device)
         if not told:
@@ -298,7 +298,7 @@ def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[s
     """Returns the elements that ``rank`` serves to receivers, by tensor key.
 
     They are the elements that ``rank`` saves in checkpoints, without frozen tensors unless ``settings.frozen``.
-    Quantized tensors are divided differently.
+    Quantized tensors are divided into nearly equal parts instead.
     """
     ownership, found = run.ownership, dict[str, Piece]()
     grid, coord = ownership.grid, ownership.grid.coord(rank)
@@ -320,7 +320,7 @@ def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[s
 
 
 def copy_rank(run: RunState, tensor: ModelTensor, rank: int) -> int | None:
-    """Returns the next rank with the same values of ``tensor`` as ``rank``; None if no other rank has them."""
+    """Returns another rank that can serve the same values of ``tensor`` as ``rank``; None if there is none."""
     row, grid = tensor.row, run.ownership.grid
     if row is None or row.quantized is not None or run.runtime.gatherer is not None:
         return None
@@ -332,10 +332,10 @@ def copy_rank(run: RunState, tensor: ModelTensor, rank: int) -> int | None:
 def make_owners(
     run: RunState, settings: WeightsOutConfig, urls: Sequence[str]
 ) -> Iterator[tuple[list[int], OwnerRank]]:
-    """Yields (ranks, owner). An owner is a set of elements with the address of the rank that serves them.
+    """Yields (ranks, owner). An owner has the address of a rank, and elements that the rank serves.
 
-    ``ranks`` are the serving rank and, with ``settings.copies`` > 1, another rank with equal values. The first owner
-    belongs to rank 0.
+    ``ranks`` are this rank and, with ``settings.copies`` > 1, another rank with equal values. The first owner belongs
+    to rank 0.
 
     Args:
         urls: address of each rank.
@@ -354,7 +354,7 @@ def make_owners(
 
 
 def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> tuple[list[list[int]], Geometry]:
-    """Returns the serving ranks of each owner, and the geometry: all tensors and owners of this run.
+    """Returns (serving ranks of each owner, geometry). The geometry has all tensors and owners of this run.
 
     An owner is a set of elements that one rank serves. All-gathers the ranks' addresses (label "start"); the result is
     equal on all ranks.

@@ -105,7 +105,7 @@ class WeightReader:
     def leased(
         self, known: WeightVersion | None, until: float, peer: OwnerRank | None = None
     ) -> Iterator[WeightVersion | None]:
-        """Opens a context with the newest version; the training does not replace it before the context ends.
+        """Opens a context with the newest version; the training does not replace it before the context or lease ends.
 
         The context's value is None if no version is newer than ``known``.
 
@@ -145,8 +145,8 @@ class WeightReader:
 
         Args:
             into: destination, with the wanted pieces and the receiver's present values.
-            known: result of an earlier call for the present values, with equal ``peers`` of this reader; None: hashes
-                are computed.
+            known: result of an earlier call for the present values, if this reader's ``peers`` have not changed since;
+                None: hashes are computed.
             until: time (``monotonic``) after which reading fails.
 
         Raises:
@@ -196,7 +196,7 @@ class WeightReader:
 
 @contextmanager
 def as_engine_errors() -> Iterator[None]:
-    """Returns a context that raises EngineError in place of StoreRefusedError, a refusal by the training."""
+    """Opens a context that turns StoreRefusedError, a refusal by the training, into EngineError."""
     try:
         yield
     except StoreRefusedError as refusal:

@@ -62,7 +62,7 @@ def empty_targets(
     Each tensor is cut into ``parts`` nearly equal ranges along one dimension.
 
     Args:
-        dims: dimension along which a tensor is cut, by key; 0 by default.
+        dims: dimension along which each tensor is cut, by key; 0 for other keys.
     """
     found = {}
     for key, tensor in geometry.served.items():
@@ -75,7 +75,7 @@ def empty_targets(
 
 
 class PeerServer:
-    """HTTP server by which a receiver serves the received parts of a version to later receivers.
+    """HTTP server of a receiver, from which other receivers read the parts of a version that it has.
 
     Args:
         url: address of this server for other receivers.

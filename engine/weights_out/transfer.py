@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Shadows:
-    """Destination of a transfer: host copies of the tensors with changed blocks; live tensors do not change."""
+    """Destination of a transfer: a host copy of each tensor that has changed blocks. Live tensors do not change."""
 
     wanted: Sequence[WantedPiece]
     values: Callable[[str], Tensor | None]
@@ -57,7 +57,7 @@ class Shadows:
     _lock: Lock = field(default_factory=Lock)
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Counts the flows of each tensor; a flow is the tensor's elements from one serving rank.
+        """Counts the flows to wait for, by tensor; a flow is the tensor's elements from one serving rank.
 
         Call it before the first block is read.
 
@@ -112,7 +112,8 @@ class WeightTraffic:
     def add(self, lacked: int = 0, received: int = 0, repeated: int = 0, from_peers: int = 0) -> None:
         """Adds each argument to the count of bytes of the same name; any thread may call it.
 
-        ``lacked``: requested bytes. ``repeated``: damaged or incomplete bytes.
+        ``lacked``: requested. ``received``: undamaged. ``from_peers``: sent by receivers. ``repeated``: damaged or
+        incomplete.
         """
         with self._lock:
             self.lacked += lacked
@@ -153,7 +154,7 @@ class Transfer:
     def run(self, known: Sequence[Hashes] | None) -> list[Hashes]:
         """Reads into host memory all blocks (256 KiB of a tensor) that differ from the receiver's values.
 
-        Returns the hashes of all blocks of each flow (wanted elements that the owner has).
+        Returns the hashes of all blocks for each flow (elements of one wanted piece that the owner has).
 
         Args:
             known: hashes of the receiver's values for each flow; None: they are computed.

@@ -38,7 +38,7 @@ class PublishedTensor:
         return TensorKind(self.dtype, self.shape)
 
     def entries(self, key: str) -> Sequence[FilePart]:
-        """Returns the tensors of a Hugging Face checkpoint with this tensor's elements, such as one for each expert.
+        """Returns the parts of this tensor that are tensors in a Hugging Face checkpoint, such as one for each expert.
 
         Args:
             key: key of this tensor in the model's state dict.
@@ -50,7 +50,7 @@ class PublishedTensor:
 class WantedPiece:
     """Elements of one tensor that a receiver reads from one source.
 
-    They are in ``piece`` and every piece of ``inside``, and in no piece of ``outside``.
+    They are the elements of ``piece`` that every piece in ``inside`` has, and no piece in ``outside`` has.
     """
 
     name: str
@@ -147,7 +147,7 @@ class LeaseCall:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
-    """Reply with the receivers that began to read the version earlier, the earliest first.
+    """Reply with the receivers that began to read the version before this receiver, the earliest first.
 
     They serve the parts of the version that they have received.
     """
@@ -173,7 +173,7 @@ class HashesCall:
 class HashesReply:
     """Reply with the xxh3-64 hashes of the blocks (256 KiB) of each requested piece that the rank serves.
 
-    Each piece's hashes are one text, with 16 hexadecimal digits a hash, little-endian.
+    The hashes of a piece form one text: 16 hexadecimal digits for each hash, lowest byte first.
     """
 
     layout: str
@@ -185,8 +185,8 @@ class HashesReply:
 class BlocksCall:
     """Request for the bytes of blocks of 256 KiB, in the order of ``blocks``.
 
-    An entry is (flow, first block, block after the last). ``flow`` is an index into the pieces of the
-    ``HashesCall`` that have elements on the serving rank.
+    An entry is (flow, first block, block after the last). ``flow`` counts, from 0, the pieces of the ``HashesCall``
+    that have elements on the serving rank.
     """
 
     number: int

@@ -41,7 +41,7 @@ class BackendInit:
 
 @dataclass(frozen=True, slots=True)
 class BackendUpdate:
-    """Request that makes vLLM's workers read the tensors ``keys`` of a version, or drop it if ``keys`` is empty."""
+    """Request that makes vLLM's workers read the tensors ``keys`` of a version; without keys, they drop the version."""
 
     number: int
     keys: Sequence[str]

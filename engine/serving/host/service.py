@@ -241,10 +241,7 @@ def _signals_to(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def answering_late_stops(end: Callable[[str], None]) -> Iterator[None]:
-    """Opens a context that calls ``end`` with a reason if a signal does not end the context in time.
-
-    The signals are SIGTERM and SIGINT, the time is ``STOP_SECONDS``.
-    """
+    """Opens a context that calls ``end`` with a reason if it is still open ``STOP_SECONDS`` after SIGTERM or SIGINT."""
     over, (ours, theirs) = Event(), socket.socketpair()
     theirs.setblocking(False)
 

@@ -46,7 +46,7 @@ class LowRank(Protocol):
 
     @property
     def perceptron(self) -> bool:
-        """True to adapt the other linear layers of transformer blocks, without routers of experts."""
+        """True to adapt the other linear layers of transformer blocks, except routers of experts."""
 
     @property
     def unembedding(self) -> bool:

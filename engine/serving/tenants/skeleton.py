@@ -54,8 +54,8 @@ def lender_of(base: Engine, model: nn.Module) -> Lender:
 def adapted_styles(model: nn.Module, skeleton: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
     """Returns the tensor-parallel style of each module of the adapted ``model``, such as "column" or "row".
 
-    ``styles`` are the styles of the base model ``skeleton``. A LoRA pair, A [rank, inputs] and B [outputs, rank], adds
-    no communication:
+    ``styles`` are the styles of the base model ``skeleton``. The styles of a LoRA pair, A [rank, inputs] and B
+    [outputs, rank], follow from its layer:
 
         style of the layer    styles of the pair
         column, vocabulary    A replicated, B sharded as the layer
@@ -88,8 +88,8 @@ def _with_heads(skeleton: nn.Module, name: str, style: Style) -> str:
 def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.Module) -> Config:
     """Returns a copy of ``config`` for an engine of the adapted ``model``.
 
-    It has the pipeline stages, tensor-parallel styles and quantized weights of ``base``, under the names in ``model``.
-    ``skeleton``: copy of the base model.
+    It has the pipeline stages, tensor-parallel styles and quantized weights of ``base``, under ``model``'s module and
+    parameter names. ``skeleton``: copy of the base model.
     """
     plan = base.plan
     frozen = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}

@@ -76,9 +76,9 @@ def _dense(csr: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Array:
 
 
 def batched_tensor(arrays: Sequence[Array]) -> Any:
-    """Returns a protobuf message with ``arrays``, one array [n, ...] for each datum; n may differ.
+    """Returns a BatchedTensor message (protobuf) with ``arrays``, one for each datum.
 
-    Floats are sent as fp32, integers as int64.
+    The arrays' shapes differ in dim 0 only. Floats are sent as fp32, integers as int64.
     """
     dtype = np.float32 if arrays[0].dtype.kind == "f" else np.int64
     parts = [np.ascontiguousarray(array, dtype) for array in arrays]

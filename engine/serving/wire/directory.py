@@ -58,7 +58,7 @@ class Directory:
         ledger.on_finish = self.record_result
 
     def notes(self, kind: str) -> dict[str, Mapping[str, Any]]:
-        """Returns all entries of one kind ("session", "run", "sampler" or "weights") by id."""
+        """Returns the entries of ``kind`` ("session", "run", "sampler" or "weights") by id."""
         return self.ledger.notes.setdefault(kind, {})
 
     def session_of_attempt(self, attempt: str) -> str | None:
@@ -67,9 +67,10 @@ class Directory:
         return found if found in self.ledger.sessions else None
 
     def open_session(self, name: str, attempt: str, values: Mapping[str, Any]) -> JournalRecord:
-        """Opens the client session ``name`` with ``values``, such as its tags, and the idempotency key ``attempt``.
+        """Opens the client session ``name`` with ``values``, such as its tags.
 
-        Returns a record, which the caller appends to the service's journal on disk.
+        ``attempt``: idempotency key of the request; empty: none. Returns a record, which the caller appends to the
+        service's journal on disk.
         """
         self.ledger.open_session(name)
         if attempt:
@@ -136,7 +137,7 @@ class Directory:
         return found
 
     def record_result(self, entry: FutureEntry, result: Result) -> list[JournalRecord]:
-        """Adds the training run or saved weights that the command of ``entry`` has made.
+        """Records the training run or saved weights that the command of ``entry`` has made, if any.
 
         Returns records that must be in the service's journal on disk before a client sees ``result``.
         """

@@ -15,9 +15,10 @@ _NO_DEFAULT: Any = object()
 
 
 class BodyFields:
-    """Typed reader of the fields of a JSON object; ``at``: the object's path in the request, for errors.
+    """Typed reader of the fields of a JSON object; ``at`` is the object's path in the request, for errors.
 
-    A method raises RequestRefusedError with status 422 if a field is invalid, or is missing without ``default``.
+    A method raises RequestRefusedError with status 422 if a field is invalid, or if it is missing and has no
+    ``default``.
     """
 
     def __init__(self, values: Mapping[str, Any], at: str = "") -> None:

@@ -16,7 +16,7 @@ _STOPPED, _TOO_LONG = 0, 1
 
 
 def reply_of(entry: FutureEntry) -> tuple[bytes, str]:
-    """Returns the body and media type of the HTTP reply with the result of ``entry``'s command.
+    """Returns (body, media type) of the HTTP reply with the result of ``entry``.
 
     A failure becomes JSON with "error" and "category"; other results become JSON or protobuf.
     """
@@ -50,7 +50,7 @@ def _values(entry: FutureEntry, result: PlainOutput) -> Mapping[str, Any]:
 def trained_bytes(result: TrainedOutput) -> bytes:
     """Returns ``result`` as a serialized ForwardBackwardOutput message.
 
-    Consecutive data share an ArrayRecord message if their outputs have equal shapes, apart from the first dimension.
+    Consecutive data with equal output names and shapes, apart from dim 0, share one ArrayRecord message.
     """
     message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
     for name, value in result.metrics.items():

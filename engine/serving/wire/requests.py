@@ -45,7 +45,7 @@ _NODE_KINDS = ("placeholder", "call_function", "call_method", "output")
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """Commands of one request (``entries``), with further fields of the immediate HTTP reply (``reply``).
+    """Commands of one request (``entries``), and fields for its immediate HTTP reply (``reply``).
 
     The client waits for the result of the last entry.
     """
@@ -57,8 +57,8 @@ class ParsedRequest:
 class RequestReader:
     """Parser of the requests that create or change a model, sample from it or define a loss.
 
-    Each method returns the commands of a body, or raises RequestRefusedError. An invalid request with a
-    sequence number (``seq_id``) still uses up the number, and its result is a failure.
+    Each method returns the commands of a body, or raises RequestRefusedError. An invalid command with a sequence number
+    (``seq_id``) does not raise: it uses up the number, and its result is a failure.
     """
 
     def __init__(self, model: ServedModel, directory: Directory) -> None:
@@ -391,7 +391,7 @@ def metadata_of(body: BodyFields) -> Mapping[str, str] | None:
     """Returns the field "user_metadata" of a request with all values as strings; None if missing or empty.
 
     Raises:
-        RequestRefusedError: it is longer than 16,384 characters.
+        RequestRefusedError: the field is longer than 16,384 characters as JSON.
     """
     given = body.mapping("user_metadata", {}).values
     if len(json.dumps(given)) > 1 << 14:
