@@ -211,8 +211,8 @@ def triton_target(capability: tuple[int, int]) -> Any:
 def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
     """Makes the current stream of ``device`` wait for ``event``.
 
-    ``tensors``: tensors of another stream that the current stream will use. Their memory is not reused before this
-    work has ended. With an ``event`` of None the function has no effect.
+    ``tensors``: tensors of another stream that the current stream will use. Their memory is not reused before
+    the current stream has finished with them. With an ``event`` of None the function has no effect.
     """
     if event is None:
         return

@@ -71,7 +71,7 @@ class MainGradient(Protocol):
 class MainGradients:
     """Registry of an engine's main gradients: for each parameter, the tensor that sums its gradients.
 
-    Gradients of other parameters are returned to autograd.
+    Gradients of parameters without an entry are returned to autograd.
     """
 
     def __init__(self) -> None:
@@ -89,9 +89,9 @@ class MainGradients:
         self._of.clear()
 
     def use(self, weight: Tensor) -> MainGradient | None:
-        """Returns the main gradient of the parameter ``weight``, or None.
+        """Returns the main gradient of the parameter ``weight``; None if it has no entry.
 
-        It is None for views, for weights that need no gradient, and inside torch.compile.
+        The result is also None for views, for weights that need no gradient, and inside torch.compile.
         """
         if torch.compiler.is_compiling() or not self._of or not weight.requires_grad:
             return None
@@ -426,7 +426,7 @@ class FusedOperator(Generic[R]):
 
 @contextmanager
 def launching_on_shapes() -> Iterator[None]:
-    """Makes operators launch their kernels inside the context even for meta or fake tensors."""
+    """Makes operators run their launch code inside the context even for meta or fake tensors, to record launches."""
     token = _LAUNCHES.set(True)
     try:
         yield

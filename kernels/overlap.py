@@ -58,7 +58,7 @@ class ProductSizes(NamedTuple):
 class OverlapChoice:
     """Row of ``overlap.json``: the fastest measured way to overlap a matrix product with its communication.
 
-    It applies to products with at least ``rows`` rows, and the same ``columns`` and ``depth``.
+    It applies to products with exactly ``columns`` columns and depth ``depth``, and with at least ``rows`` rows.
     """
 
     operation: Operation
@@ -89,9 +89,9 @@ class OverlapChoices:
         self.rows = tuple(rows)
 
     def find(self, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> OverlapChoice | None:
-        """Returns the row for ``operation`` on a product of ``sizes`` in ``dtype``; None if there is none.
+        """Returns the row for ``operation`` on a product of ``sizes`` in ``dtype``; None if no row applies.
 
-        If several rows apply, it is the one with the largest ``rows`` up to ``sizes.rows``.
+        It has the columns and depth of ``sizes``, and the largest ``rows`` up to ``sizes.rows``.
         """
         product = (sizes.columns, sizes.depth)
         held = [
@@ -139,9 +139,9 @@ def overlap_choices(device: str, ranks: int) -> OverlapChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mailbox:
-    """Addresses of memory that all ranks of a parallel axis can write, for messages between them.
+    """Memory addresses for messages between the ranks of a parallel axis, which can all write this memory.
 
-    The addresses are valid only on the rank ``rank``.
+    The addresses are valid only in the process of ``rank``.
     """
 
     rank: int
@@ -169,7 +169,7 @@ class Mailbox:
 
 
 class Missing(NamedTuple):
-    """First missing signal of a kernel: in call number ``epoch``, ``rank`` did not signal that it has sent ``tile``."""
+    """First tile of data that did not arrive: its sender, its number, and the number ``epoch`` of the kernel call."""
 
     rank: int
     tile: int
@@ -259,7 +259,7 @@ class ExpertRows:
         return self._tiles(self.sent, starts, height, sends)
 
     def owner_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Divides the rows for this rank's experts into tiles of at most ``height`` rows.
+        """Divides the rows that all ranks send to this rank's experts into tiles of at most ``height`` rows.
 
         Returns a table like :meth:`source_tiles`, int32 [n, 6]. ``sends`` True: the tiles are in the order of sending
         results back; False: in the order of receiving rows.

@@ -76,7 +76,7 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
 def export(folder: Path, out: Path, single: bool) -> None:
     """Copies a checkpoint's model in Hugging Face format to the folder ``out``, and verifies every block.
 
-    ``out`` appears only when it is complete.
+    ``folder``: a checkpoint, or a run with its newest checkpoint. ``out`` appears only when complete.
 
     Args:
         single: True: one file ``model.safetensors``; False: one file per rank that saved the checkpoint.
@@ -237,7 +237,10 @@ def _folders(manifest: Manifest) -> str:
 
 
 def beside(files: Files, step: Path) -> str:
-    """Returns one line with the names of all other checkpoints and files next to the checkpoint folder ``step``."""
+    """Returns one line with the names of all other checkpoints and files next to the checkpoint folder ``step``.
+
+    ``files``: access to the file system.
+    """
     steps = [path.name for path in committed(files, step.parent) if path != step]
     hidden = {step.name, "latest", LOCK, *steps}
     others = [name for name in files.names(step.parent) if name not in hidden]

@@ -40,7 +40,8 @@ def add_outer_options(command: ArgumentParser) -> None:
 
 
 def run_outer(options: Namespace) -> None:
-    """Runs ``trine outer``: serves, queries or replays a store, the server that merges the weights of several sites.
+    """Runs ``trine outer``: serves a store, which merges the weights of several sites; shows its status; or repeats its
+    recorded merges.
 
     Raises:
         EngineError: the configuration has no store, the address cannot be served, or the store does not answer.

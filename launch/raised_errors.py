@@ -118,7 +118,7 @@ class Scope:
         return [text for value in found for text in self.texts(value, depth - 1)] or [_placeholder(node)]
 
     def public(self, name: str) -> str:
-        """Returns the public error class ``name``, or the public base class of the class ``name``; otherwise ""."""
+        """Returns ``name`` if it is a public error class, or the name of its public base class; otherwise ""."""
         if name in PUBLIC:
             return name
         classes = (node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name)

@@ -147,7 +147,7 @@ class ProgressLine:
     def show(self, report: StepReport) -> None:
         """Records the report of a step, and prints a line for every ``every``-th step.
 
-        The first, the last and skipped steps are printed too.
+        The first step, the last step and steps without an update are printed too.
         """
         self._marks.append(time.perf_counter())
         fresh = self.smoothed is None or not math.isfinite(self.smoothed)

@@ -35,7 +35,8 @@ RECORD, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 
 
 def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, shape: "DecoderConfig") -> ExitStack:
-    """Creates or reopens the run folder ``options.out``, locks it, and records text, model and settings in it.
+    """Creates or reopens the run folder ``options.out``, locks it, and records in it the training text ``corpus``, the
+    model sizes ``shape``, and ``settings``.
 
     Only rank 0 calls it, before it builds its engine.
 
@@ -88,9 +89,10 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def go_on(options: Namespace, made: int) -> list[str]:
-    """Removes log rows after step ``made``, the step of the loaded checkpoint; returns messages.
+    """Removes metrics log rows after step ``made``, the step of the loaded checkpoint; returns messages.
 
-    The messages say that rows were removed, or that no steps are left. A log outside the run folder is left unchanged.
+    The messages say that rows were removed, or that no steps are left to train. A log outside the run folder is
+    left unchanged.
     """
     lines = []
     if cut := _trim(options.out / METRICS, made):

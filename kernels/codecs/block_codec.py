@@ -43,7 +43,7 @@ _BITS = 8
 def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = None) -> Tensor:
     """Encodes each row of ``values_Rs`` [R, s] to one sign bit per number and one fp32 scale per ``block`` numbers.
 
-    It returns R messages of m bytes, uint8 [R, m].
+    Returns one message per row, uint8 [R, m]: sign bits, then scales. ``block`` divides s.
 
     ``residual_Rs`` [R, s] is added to the values, and then overwritten with the rounding errors.
     """
@@ -101,7 +101,7 @@ class BlockFormat:
 
     @property
     def word(self) -> str:
-        """Name of the code type for log lines, such as "int8"; "signs" with 1 bit."""
+        """Name of the integer type of the codes for log lines, such as "int8"; "signs" with 1 bit."""
         return f"int{self.bits}" if self.bits > 1 else "signs"
 
     def code_bytes(self, elements: int) -> int:
@@ -285,9 +285,9 @@ def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: K
 
 
 def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: Tensor | None = None) -> Tensor:
-    """Encodes each row of ``values_Rs`` [R, s] to a message, uint8 [R, m], in PyTorch.
+    """Computes :func:`encode_blocks` in PyTorch; returns the messages, uint8 [R, m].
 
-    The Triton kernel of :func:`encode_blocks` must give the same messages.
+    The Triton kernel must give the same messages.
     """
     rows, elements = values_Rs.shape
     given = values_Rs.float() if residual_Rs is None else values_Rs.float() + residual_Rs

@@ -86,7 +86,7 @@ class QuantizedShape:
 
     @property
     def matrix_rows(self) -> int:
-        """Number of rows of one matrix in a stack of shape [matrices, rows, columns]."""
+        """Number of rows of one matrix, if ``shape`` is a stack [matrices, rows, columns]."""
         return math.prod(self.shape[1:-1])
 
     @cached_property
@@ -155,7 +155,8 @@ def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
 def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = None) -> Tensor:
     """Encodes ``values`` to codes and scales in the memory layout ``shape``; returns one tensor, uint8 [bytes].
 
-    ``scales_RK`` [rows, blocks of a row]: scales to use; None: they are computed from ``values``.
+    ``scales_RK`` [rows, blocks of a row]: scales of the full matrix, if ``values`` is a shard; None: scales are
+    computed from ``values``.
     """
     scales_RK = block_scales(values, shape) if scales_RK is None else scales_RK
     packed = torch.zeros(shape.bytes, dtype=torch.uint8, device=values.device)

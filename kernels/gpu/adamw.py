@@ -58,8 +58,8 @@ def rounded(values, index, low, high):
 def whole_index(own, places, held, along, inner):
     """Maps flat indices ``own`` in a shard to flat indices in the full parameter.
 
-    The sharded dim has size ``along``, with ``inner`` elements per index. The shard has ``held`` indices of this dim,
-    listed in ``places``.
+    The sharded dim has size ``along`` in the parameter, and ``held`` in the shard. ``places`` points to the indices
+    that the shard has; ``inner``: elements per index.
     """
     line = own // inner
     place = tl.load(places + line % held).to(tl.int64)
@@ -81,7 +81,7 @@ def adamw_kernel(
     """Updates BLOCK elements of ``weights`` by Adam or AdamW in place, unless the number at ``go`` is 0.
 
     NARROW: also writes ``narrow``, the weights in the compute dtype. ROUNDED: rounds bf16 weights stochastically.
-    Scalars: as :func:`adamw` computes them.
+    ``begin`` to ``second_high``: for ROUNDED. ``decay`` to ``eps``: Adam's constants for this step.
     """
     if tl.load(go) != 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -212,8 +212,8 @@ def adamw_8bit_kernel(
 ):  # fmt: skip
     """Makes an AdamW update, in place, of ROWS blocks of BLOCK elements with 8-bit moments.
 
-    It decodes the moments, updates moments and weights in fp32, and encodes the new moments. Scalars: as
-    :func:`adamw_8bit` computes them.
+    It decodes the moments, updates moments and weights in fp32, and encodes the new moments. ``decay`` to
+    ``eps``: Adam's constants for this step.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -26,7 +26,7 @@ _WARPS = 4
 
 @triton.jit
 def round_half_even(x):
-    """Rounds each number in ``x`` to the nearest integer, and halves to the even integer, for |x| far below 2^22."""
+    """Rounds each number in ``x`` to the nearest integer, ties to the even one; |x| must be far below 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 

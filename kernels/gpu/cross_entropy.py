@@ -33,7 +33,7 @@ def statistics_kernel(
     """Computes the softmax statistics of one row of logits: one element of each output tensor.
 
     ``largest`` is the maximum, and ``total`` the sum of exp(logit - maximum). With TARGET, ``picked`` is the logit at
-    ``target``. With WEIGHTED, ``weighted`` is the sum of (logit - maximum), each times ``weight`` with WEIGHT.
+    ``target``. With WEIGHTED, ``weighted`` is the sum of w (logit - maximum), where w is 1, or ``weight`` with WEIGHT.
     ``start``: index of the first column in the full vocabulary.
     """
     row = tl.program_id(0).to(tl.int64)

@@ -32,7 +32,8 @@ def grouped_product_kernel(
     """Multiplies the rows of each expert in ``x`` [R, K] by its matrix in ``matrices`` [X, K, N]; writes ``out`` [R,
     N].
 
-    The rows are sorted by expert; ``ends`` [X] has the end index of each expert's rows.
+    The rows are sorted by expert; ``ends`` [X] has the end index of each expert's rows. MATRIX_TRANSPOSED:
+    ``matrices`` is [X, N, K].
     """
     columns = tl.cdiv(N, BN)
     index = tl.program_id(0)
@@ -116,10 +117,11 @@ def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, t
 
 
 def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
-    """Returns a contiguous, 16-byte aligned stack of matrices for a kernel, a copy if necessary.
+    """Returns ``matrices`` as a contiguous, 16-byte aligned stack for a kernel, copied only if necessary.
 
     Returns:
-        (``matrices`` [X, K, N], False) if contiguous with rows of whole 16 bytes; else (transposed [X, N, K], True).
+        (stack [X, K, N], False) if ``matrices`` is contiguous with rows of a multiple of 16 bytes; otherwise
+            (stack of the transposes [X, N, K], True).
     """
     plain = matrices.is_contiguous() and matrices.shape[2] * matrices.element_size() % _ALIGNED == 0
     lying = matrices if plain else matrices.transpose(1, 2)

@@ -171,7 +171,8 @@ def product_kernel(
 ):  # fmt: skip
     """Computes out [M, N] = f(op(a) op(b) + bias) + residual; ACTIVATION names the activation f.
 
-    op transposes an operand with A_TRANSPOSED or B_TRANSPOSED. A tile [BM, BN] is stored in PARTS (2 or 4) pieces.
+    op transposes an operand with A_TRANSPOSED or B_TRANSPOSED. A tile [BM, BN] is stored in PARTS (2 or 4)
+    pieces. KEEPS and ``kept``: as in :func:`tile_finish`.
     """
     rows = tl.cdiv(M, BM)
     columns = tl.cdiv(N, BN)
@@ -258,10 +259,10 @@ def launch_matmul(
 
 
 def as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
-    """Returns a contiguous, 16-byte aligned matrix for a kernel, a copy if necessary.
+    """Returns ``matrix`` in contiguous, 16-byte aligned memory for a kernel, copied only if necessary.
 
     Returns:
-        (``matrix``, False) if contiguous with rows of whole 16 bytes; else (its transpose, True).
+        (``matrix``, False) if it is contiguous with rows of a multiple of 16 bytes; otherwise (its transpose, True).
     """
     plain = matrix.is_contiguous() and matrix.shape[1] * matrix.element_size() % _ALIGNED == 0
     lying = matrix if plain else matrix.t()

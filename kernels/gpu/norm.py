@@ -39,8 +39,8 @@ def norm_forward_kernel(
 ):  # fmt: skip
     """Computes RMSNorm, or LayerNorm with CENTERED, of one row of x + residual; writes it to ``y``.
 
-    It also writes x + residual to ``stream``, its mean to ``mean``, and 1 / its standard deviation to ``rstd``. OFFSET
-    is added to the weight.
+    It also writes x + residual to ``stream``, with CENTERED its mean to ``mean``, and 1 / its root mean square (or
+    standard deviation with CENTERED) to ``rstd``. OFFSET is added to the weight.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -149,7 +149,8 @@ def norm_forward(
     ``affine`` is (weight, bias or None); ``offset`` is added to the weight.
 
     Returns:
-        (the norm, x + residual or None without residual, mean, 1 / standard deviation); the mean is empty for RMSNorm.
+        (the norm, x + residual or None without residual, mean, 1 / standard deviation); for RMSNorm an empty mean, and
+            1 / root mean square.
     """
     width = x.shape[-1]
     rows = x.numel() // width
@@ -178,7 +179,7 @@ def norm_backward(
         dy: gradient of the norm's result.
         dstream: gradient of ``stream`` from its other uses, added to dx; None: there is none.
         stream: input of the norm, x + residual.
-        statistics: mean and 1 / standard deviation, as the forward returns them.
+        statistics: the last two results of :func:`norm_forward`.
         form: (constant added to the weight, True for LayerNorm, True if the norm has a bias).
     """
     width, device = stream.shape[-1], stream.device

@@ -74,7 +74,7 @@ class _Place:
 
 @contextmanager
 def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
-    """Records the launches of Triton kernels inside the context as on ``gpu``, without running them.
+    """Records the launches of Triton kernels inside the context, without running them, as if on the GPU ``gpu``.
 
     It yields a dict with one key per distinct launch; the values are None.
     """

@@ -31,7 +31,7 @@ _ON_SHAPES = 3
 
 
 class BlockRule(NamedTuple):
-    """Rule for the keys that a query attends to in a block: all, the earlier ones (``causal``), or by ``mask``.
+    """Rule for the keys that a query attends to in a block: all, keys up to its own index (``causal``), or by ``mask``.
 
     ``mask`` is boolean (True: attends) or is added to the scores: [.., heads or 1, queries or 1, keys].
     """

@@ -312,8 +312,8 @@ class CrossEntropy:
     def losses(self, log_sum: Tensor, picked: Tensor, weighted: Tensor | None, vocabulary: int) -> Tensor:
         """Returns the loss of each row from softmax statistics over all columns, [N] each.
 
-        ``log_sum``: log of the sum of exp(logit - largest). ``picked``: target's logit - largest. ``weighted``: sum of
-        all (logit - largest), for label smoothing. ``vocabulary``: number of classes.
+        ``log_sum``: log of the sum of exp(logit - largest). ``picked``: target's logit - largest. ``weighted``: sum
+        over all classes of (logit - largest), for label smoothing. ``vocabulary``: number of classes.
         """
         losses_N = log_sum - picked * (1 - self.label_smoothing)
         return losses_N if weighted is None else losses_N - weighted * (self.label_smoothing / vocabulary)

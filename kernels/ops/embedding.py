@@ -20,10 +20,10 @@ from engine.kernels.dispatch import Kernels, MainGradient, eager_apply, open_sum
 
 
 def look_up_rows(weight_VH: Tensor, ids: Tensor, padding: int | None, kernels: Kernels) -> Tensor:
-    """Returns the rows of ``weight_VH`` [V, H] at the indices ``ids``, int64 or int32 [..], as [.., H]. Differentiable.
+    """Returns the rows of ``weight_VH`` [V, H] at the indices ``ids`` [..] (int64 or int32): [.., H]. Differentiable.
 
-    The row ``padding`` gets no gradient. The backward adds in place to the weight's main gradient (Megatron-LM:
-    ``main_grad``) if :func:`open_sum` returns it.
+    The row ``padding`` gets no gradient. If ``kernels`` has a main gradient of the weight (Megatron-LM: ``main_grad``),
+    the backward may add to it in place.
     """
     if has_torch_function((weight_VH, ids)):
         return handle_torch_function(look_up_rows, (weight_VH, ids), weight_VH, ids, padding, kernels)

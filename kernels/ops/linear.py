@@ -46,8 +46,8 @@ def linear(
 ) -> Tensor:
     """Computes f(x W' + b) + residual: x [.., I] -> [.., O], with the activation f of ``form``. Differentiable.
 
-    ``weight`` is W [O, I], or W' [I, O] with ``form.transposed``. The backward adds in place to the weight's main
-    gradient (Megatron-LM: ``main_grad``) if :func:`open_sum` returns it.
+    ``weight`` is W [O, I], or its transpose W' [I, O] with ``form.transposed``. If ``kernels`` has a main gradient of
+    the weight (Megatron-LM: ``main_grad``), the backward may add to it in place.
     """
     given = x, weight, bias, residual
     if has_torch_function(given):

@@ -73,7 +73,7 @@ class Head(NamedTuple):
 
 
 class Conditions(NamedTuple):
-    """Settings of :func:`linear_terms`: choice between Triton and PyTorch, all-reduces, and known softmax."""
+    """Settings of :func:`linear_terms`: Triton or PyTorch, all-reduces between ranks, and a softmax computed before."""
 
     kernels: Kernels
     exchange: Exchange | None = None
@@ -97,8 +97,7 @@ class LinearTerms(NamedTuple):
 def chunk_tokens(tokens: int, width: int, columns: int) -> int:
     """Returns the number of tokens per chunk, a power of two, for a loss that is computed chunk by chunk.
 
-    ``width``: size of a hidden state. ``columns``: number of logits per token. A chunk's logits have at least as many
-    elements as the hidden states of all ``tokens``.
+    ``width``: size of a hidden state. ``columns``: number of logits per token.
     """
     quarter = min(tokens // 4, FAST_CHUNK)
     wanted = max(-(-tokens * width // max(columns, 1)), width // 2, quarter, LEAST_CHUNK)

@@ -52,7 +52,7 @@ class BlockCodes(NamedTuple):
     def part(self, start: int, stop: int, block: int) -> "BlockCodes":
         """Returns views of the codes ``start:stop`` and of their scales; ``block``: elements per scale.
 
-        ``start`` and ``stop`` are multiples of ``block``, except ``stop`` at the end.
+        ``start`` and ``stop`` are multiples of ``block``; ``stop`` may also be the number of codes.
         """
         return BlockCodes(self.codes[start:stop], self.scales[start // block : -(-stop // block)])
 

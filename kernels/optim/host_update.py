@@ -55,9 +55,9 @@ class CompileError(Exception):
 
 
 def library(source: Path) -> Path | None:
-    """Compiles the C++ file ``source``, or finds an earlier result; returns the path of the shared library.
+    """Compiles the C++ file ``source`` to a shared library in a cache folder, if it is not there yet; returns its path.
 
-    The library is stored in a cache folder. None: ``TRINE_CACHE`` is 0, so nothing is stored.
+    Returns None without compiling if ``TRINE_CACHE`` is 0.
 
     Raises:
         CompileError: there is no compiler, the compiler fails, or the result cannot be stored.

@@ -26,7 +26,7 @@ class MatrixRule(Protocol):
     """Interface of optimizer rules that update a parameter from its whole matrix, such as Muon."""
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the average number of multiplications for one update of a matrix of ``shape``, for load balancing."""
+        """Returns the average number of scalar multiplications for one update of a matrix of ``shape``."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of the state tensors that need the whole matrix of ``shape``.
@@ -129,12 +129,12 @@ class MuonRule:
         return self.lr * ratio
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the number of multiplications in the Newton-Schulz steps for a matrix of ``shape``."""
+        """Returns the number of scalar multiplications in the Newton-Schulz steps for a matrix of ``shape``."""
         small, large = sorted(shape)
         return self.steps * small * small * (2 * large + small)
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns {}: the momentum, the only state, has one number per element."""
+        """Returns an empty dict, because Muon's only state, the momentum, has one number per element."""
         return {}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:

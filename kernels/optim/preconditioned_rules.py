@@ -72,9 +72,9 @@ class ShampooRule:
         return rule_of(cls, group, start_preconditioning_step=begin)
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the average number of multiplications for one update of a matrix of ``shape``.
+        """Returns the average number of scalar multiplications for one update of a matrix of ``shape``.
 
-        The cost of eigendecompositions is divided by ``precondition_frequency``.
+        Eigendecompositions count only in part, because they run once in ``precondition_frequency`` updates.
         """
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_preconditioner_dim]
@@ -179,9 +179,9 @@ class SoapRule:
         return rule_of(cls, group, shampoo_beta=group["betas"][1] if own is None else own)
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the average number of multiplications for one update of a matrix of ``shape``.
+        """Returns the average number of scalar multiplications for one update of a matrix of ``shape``.
 
-        The cost of new eigenbases is divided by ``precondition_frequency``.
+        New eigenbases count only in part, because they are computed once in ``precondition_frequency`` updates.
         """
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_precond_dim]

@@ -175,7 +175,7 @@ class ScheduleFreeRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "ScheduleFreeRule":
-        """Returns the rule with the options in ``group``; call :func:`count` for the update first."""
+        """Returns the rule with the options in ``group``, after :func:`count` has counted the update in it."""
         lr, newest = group["scheduled_lr"], group["newest"]
         return cls(lr, tuple(group["betas"]), group["eps"], group["weight_decay"], newest)
 
@@ -215,7 +215,7 @@ def schedule_free_(
 def averaged(weights: Tensor, iterate: Tensor, betas: tuple[float, float]) -> Tensor:
     """Returns the averaged weights x of schedule-free AdamW, for evaluation.
 
-    ``weights`` are the training weights y, and ``iterate`` is the newest z.
+    ``weights`` are the training weights y, ``iterate`` is the newest z, and ``betas[0]`` the weight of x in y.
     """
     return weights.lerp(iterate, 1 - 1 / betas[0])
 
@@ -238,7 +238,7 @@ class LayerRule(Protocol):
         """Updates the state tensors ``moments`` of a slice in place with its gradients ``grads_n``."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns the tensor [n] from which the trust ratio is computed: the update or the gradient of a slice.
+        """Returns the tensor [n] of a slice for the trust ratio: the update (LAMB) or the gradient (LARS).
 
         ``step``: update number, from 1.
         """
@@ -327,7 +327,7 @@ class LarsRule:
         return grads_n
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Subtracts a step from ``weights_n`` in place, with momentum if it is on.
+        """Subtracts a step, or with momentum the decaying sum of all steps, from ``weights_n`` in place.
 
         A step is (gradient + weight decay * weights) times learning rate and trust ratio.
         """
@@ -478,7 +478,7 @@ def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
 
 
 def step_size(weights_square: Tensor, update_square: Tensor, elements: int, rule: AdafactorRule, step: int) -> Tensor:
-    """Returns the factor for Adafactor's update number ``step``, 0-dim on the device.
+    """Returns the factor by which Adafactor's update number ``step`` is multiplied, 0-dim on the device.
 
     ``weights_square`` and ``update_square`` are sums of squares over all ``elements``.
     """

@@ -83,7 +83,7 @@ class HostFacts:
     def carrier(self) -> InterfaceFacts | None:
         """Returns the network interface that gloo uses, or None.
 
-        It is named by GLOO_SOCKET_IFNAME; without this variable, it has an address of the host's name.
+        GLOO_SOCKET_IFNAME names it; without this variable, it has an address of the host's own name.
         """
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)
@@ -163,7 +163,7 @@ class PairFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """Result of ``trine doctor``: facts about all ranks that joined, and measurements until the first failure."""
+    """Result of ``trine doctor``: facts about all ranks that joined, and measurements before the first failed phase."""
 
     size: int
     """Number of ranks of the job."""

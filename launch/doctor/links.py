@@ -34,10 +34,9 @@ _CLOCK_REPEATS = 8
 
 
 def tournament(count: int) -> list[list[tuple[int, int]]]:
-    """Returns rounds of host pairs for measurements; in a round, a host is in at most one pair.
+    """Returns rounds of pairs of hosts (indices below ``count``) to measure; a host is in at most one pair of a round.
 
-    Hosts are numbered below ``count``. Up to 16 hosts all pairs are measured, with more hosts only neighbours in a
-    ring.
+    Up to 16 hosts all pairs are measured, with more hosts only neighbours in a ring.
     """
     if count < 2:
         return []
@@ -178,8 +177,8 @@ def _follow(other: _Partner) -> None:
 def measure_clocks(group: HostGroup, leaders: Sequence[int]) -> list[tuple[float, float]]:
     """Compares the clocks of all hosts with the first leader's clock.
 
-    ``leaders``: one rank per host; all of them must call this function. Returns (difference, maximum error) in seconds
-    for each other host on the first leader, otherwise an empty list.
+    ``leaders``: one rank per host; all of them must call this function. The first leader gets (difference,
+    maximum error) in seconds for each other host, and all other leaders an empty list.
 
     Raises:
         EngineError: a leader does not answer.

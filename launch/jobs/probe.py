@@ -39,7 +39,7 @@ def gpu_names() -> list[str]:
 
 
 def tell_facts() -> None:
-    """Reads a request, a line of JSON, from stdin, and prints facts about this host as a line of JSON."""
+    """Reads the launcher's question about this host from stdin, and prints the answer; both are a line of JSON."""
     question = json.loads(sys.stdin.readline())
     print(MARK + json.dumps(_answer(question)), flush=True)
 

@@ -94,7 +94,7 @@ def ask(request: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
 
 
 def failure_message(lines: Sequence[str]) -> str:
-    """Returns the last line of ssh's error output without program name, host and port, or ""."""
+    """Returns the last line of ssh's error output without program name, host and port; "" if there is none."""
     content = [line.strip() for line in lines if line.strip()]
     if not content:
         return ""

@@ -246,9 +246,9 @@ def drop_one_node(options: Namespace) -> None:
 
 
 def environment_file() -> tuple[Path, dict[str, str]] | None:
-    """Reads environment variables for all hosts from ``.deepspeed_env``, or from the file that DS_ENV_FILE names.
+    """Reads environment variables for all hosts from the file that DS_ENV_FILE names, or ``.deepspeed_env``.
 
-    Returns (path, variables), or None if there is no file in the working folder or the home folder.
+    Returns (path, variables), or None if neither the working folder nor the home folder contains the file.
 
     Raises:
         LaunchError: a line of the file is not NAME=VALUE.

@@ -143,7 +143,7 @@ class HostRun:
 
     @property
     def reason(self) -> str:
-        """Last line of ssh's error output without host and port, or "without a message"."""
+        """Last line of ssh's error output without host and port; "without a message" if there is none."""
         return failure_message(self._errors) or "without a message"
 
     def abandon(self) -> None:
@@ -214,7 +214,7 @@ class Running:
     def ended(self) -> list[tuple[HostRun, int]]:
         """Waits 0.1 s; returns (process, exit status) for each host that has ended since the previous call.
 
-        Ended hosts leave the set. Due keep-alives are sent.
+        Ended hosts leave the set. If the last keep-alive is 5 s old, each host gets another.
         """
         time.sleep(0.1)
         if time.monotonic() > self._beaten + BEAT_SECONDS:
@@ -265,7 +265,7 @@ class AskedToStop:
         self._last = float("-inf")
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handles the signal ``number``: records it, unless another signal came less than a second before."""
+        """Records the signal ``number``, but ignores it if another signal came less than a second before."""
         if time.monotonic() - self._last > HURRY_SECONDS:
             self.numbers.append(number)
         self._last = time.monotonic()

@@ -172,8 +172,8 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 def link_entries(axes: Sequence[Mapping[str, Any]]) -> list[_Entry]:
     """Returns link rates and latencies as entries of a GPU file: (key, value in SI units, description).
 
-    ``axes``: measurements of ``trine doctor --json``. "link" is the fastest group within a host, "network" the slowest
-    group across hosts.
+    ``axes``: measurements of ``trine doctor --json``. "link" entries are from the fastest group within a host,
+    "network" entries from the slowest group across hosts.
     """
     found: list[_Entry] = []
     for inside, rate, latency in ((True, "link", "link_latency"), (False, "network", "network_latency")):

@@ -16,12 +16,13 @@ _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers", "c
 
 
 def find_longest(asked: PlanAsked, work: Workload, samples: "SampledBlocks | None") -> list[LongestRun]:
-    """Finds the longest training row, in tokens, that fits in GPU memory, with its layout; then the longest row for
-    each other number of context ranks.
+    """Finds, for each number of context ranks, the longest training row that fits in GPU memory, with its layout.
+
+    The longest of all is the first result.
 
     Args:
         work: the model's FLOPs and tensor sizes.
-        samples: memory samples of the model's blocks; None: closed-form estimates.
+        samples: measured memory of the model's blocks; None: closed-form estimates.
 
     Raises:
         ConfigError: no layout fits even a short row.
@@ -73,8 +74,8 @@ def _width(head: str) -> int:
 
 
 def longest_json(asked: PlanAsked, runs: Sequence[LongestRun], settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``runs``, the longest rows with their layouts, as a JSON object; ``settings``: configuration of the
-    first.
+    """Returns ``runs``, the longest rows with their layouts, as a JSON object; ``settings``: configuration for
+    the first of them.
     """
     return {
         "model": asked.model.words,

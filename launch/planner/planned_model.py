@@ -118,7 +118,7 @@ class PlannedModel:
     def shortened(self, shorter: nn.Module, config: Config) -> "PlannedModel":
         """Returns a copy of this object for ``shorter``, a copy of the model with fewer blocks.
 
-        If tensor-parallel styles must be searched, the search uses the whole model under ``config``.
+        If ``config`` does not determine the tensor-parallel styles, they are searched on the whole model.
         """
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)
@@ -254,7 +254,7 @@ MOST_SILENT = 150
 
 
 def why_not_counted(plan: Plan, planned: PlannedModel, searches: bool = False) -> str:
-    """Returns the reason why a dry run cannot count the activations of ``plan``: too many modules; "" if it can.
+    """Returns a sentence if ``plan`` has too many modules for a dry run that counts activations; otherwise "".
 
     Args:
         searches: True if the plan is one of several in a search, which allows fewer modules.
@@ -410,10 +410,10 @@ class SampledBlocks:
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:
-    """Returns a function (estimate, fresh) that returns a layout's bytes of activations and buffers from measurements.
+    """Returns a function (estimate, fresh) that computes a layout's bytes of activations and buffers from samples.
 
-    The function returns None without a measurement in ``samples``; ``fresh`` allows a new one. ``work``: the model's
-    FLOPs and tensor sizes.
+    The function returns None if ``samples`` has no measurement of the layout; ``fresh`` allows a new one. ``work``: the
+    model's FLOPs and tensor sizes.
     """
 
     def working(one: LayoutEstimate, fresh: bool) -> float | None:

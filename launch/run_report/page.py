@@ -318,7 +318,7 @@ def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
 
 
 def bubble_table(run: RecordedRun, predicted: float) -> str:
-    """Returns an HTML table with each pipeline's idle fraction in the last recorded step, predicted and measured."""
+    """Returns an HTML table with each pipeline's idle fraction in the last recorded step, next to ``predicted``."""
     found = run.timelines()
     rows = [
         [

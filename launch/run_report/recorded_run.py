@@ -40,7 +40,7 @@ class SentBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRank:
-    """Record of one rank about its last recorded step."""
+    """Memory, sent bytes, waiting times and actions of one rank, as recorded at its last step."""
 
     rank: int
     place: Mapping[str, int]

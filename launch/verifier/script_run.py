@@ -73,7 +73,7 @@ class _Calls:
 
 
 class EngineStandIn:
-    """Substitute for the engine in an inspected script, which ends at the first use that needs a real engine."""
+    """Substitute for the engine in a user's script; the script is ended at the first use that needs a real engine."""
 
     def __init__(self, call: ScriptCall, resolve: Callable[[Any], Config]) -> None:
         self._call, self._resolve = call, resolve

@@ -78,7 +78,8 @@ class Subject:
 def of_function(name: str) -> Subject:
     """Returns the test subject for ``name``, a ``module:function`` that builds a model in its full size.
 
-    The function returns model, (model, rows) or (model, rows, loss_fn).
+    The function returns model, (model, rows) or (model, rows, loss_fn). Without rows, random tokens are used if
+    the model's ``config`` has a ``vocab_size``.
 
     Raises:
         PlanError: there is no function, it raises, or it returns no model or no rows.

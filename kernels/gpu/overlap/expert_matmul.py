@@ -64,7 +64,7 @@ def dispatch_product_kernel(
 
     It writes ``out`` [R, N]: received rows times their experts' matrices in ``matrices`` [X, K, N]. ``sent`` and
     ``received`` are tables of tiles (:class:`ExpertRows`). PUSHES: sends; MULTIPLIES: receives and multiplies.
-    ``slots`` to ``most``: from a :class:`KernelCall`.
+    ``slots`` to ``most``: from a :class:`Mailbox`; ``epoch``: call number.
     """
     if PUSHES:
         _push_rows(tokens, sent, sent_tiles, slots, arrivals, rank, epoch, capacity, most, K, RANKS, BM, BK)
@@ -96,8 +96,8 @@ def product_return_kernel(
 ):  # fmt: skip
     """Multiplies rows of ``whole`` [R, K] by the matrices of their experts; sends the products to the tokens' ranks.
 
-    ``matrices`` is [X, K, N]; ``received`` is a table of tiles (:class:`ExpertRows`). ``out`` gives only
-    the dtype of the products.
+    ``matrices`` is [X, K, N]; ``received`` is a table of tiles (:class:`ExpertRows`). ``out``: any
+    tensor in the products' dtype. ``slots`` to ``most``: from a :class:`Mailbox`; ``epoch``: call number.
     """
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), received_tiles * columns, tl.num_programs(0)):
@@ -122,7 +122,8 @@ def collect_rows_kernel(
 ):  # fmt: skip
     """Copies into ``out`` [T, N] the rows that the experts' ranks have returned to this rank.
 
-    ``sent`` is a table of tiles of this rank's T rows (:class:`ExpertRows`).
+    ``sent`` is a table of tiles of this rank's T rows (:class:`ExpertRows`). ``slots`` to ``most``: from a
+    :class:`Mailbox`; ``epoch``: call number.
     """
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), sent_tiles * columns, tl.num_programs(0)):
@@ -163,7 +164,8 @@ def launch_dispatch_product(
 def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall) -> None:
     """Multiplies rows of ``rows_RK`` by the matrices of their experts; sends the products to the tokens' ranks.
 
-    ``rows_RK`` is contiguous and sorted by expert. :func:`launch_collect_rows` receives the products.
+    ``rows_RK`` is contiguous and sorted by expert, with the counts ``rows``. :func:`launch_collect_rows` receives
+    the products.
     """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]

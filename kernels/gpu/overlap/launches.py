@@ -94,9 +94,10 @@ def gather_product_kernel(
     """Sends ``part`` [B, L, K] to all W ranks, and multiplies the rows of all ranks by ``matrix`` [K, N].
 
     It writes ``out`` [B, W, L, N], plus ``bias`` [N] with BIAS. PUSHES: sends; MULTIPLIES: receives and multiplies.
+    ``slots``, ``arrivals`` and ``status``: from a :class:`Mailbox`; ``epoch``: call number.
 
     Args:
-        patience: number of polls after which a rank's signal of a sent tile counts as lost.
+        patience: polls after which a tile's signal counts as lost.
         capacity: bytes of the memory, on each rank, for the rows of one rank.
         most: maximum number of signals from one rank to another.
     """
@@ -130,10 +131,12 @@ def product_scatter_kernel(
     PRECISION: tl.constexpr, PLUS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ``whole`` [B, W, L, K] by ``matrix`` [K, N], adds ``plus``, and sends ``result[:, w]`` to rank w.
+    """Multiplies ``whole`` [B, W, L, K] by ``matrix`` [K, N], adds ``plus``, and sends each of W ranks its
+    [B, L, N] of the result.
 
     ``plus`` has the product's shape. With EVERYWHERE, ``whole`` is [B, L, K], and all rows are sent to all ranks.
     With STAYS, rows are written only to this rank's memory. The result has the dtype of ``out``.
+    ``slots`` to ``most``: from a :class:`Mailbox`; ``epoch``: call number.
     """
     each = tl.cdiv(L, BM)
     rows = B * each
@@ -171,7 +174,7 @@ def sum_slots_kernel(
 ):  # fmt: skip
     """Sums the rows that all ranks have sent to this rank, in fp32 and in rank order; writes ``out`` [B, L, N].
 
-    It waits for each tile of rows.
+    It waits for each tile of rows. ``slots`` to ``most``: from a :class:`Mailbox`; ``epoch``: call number.
     """
     each = tl.cdiv(L, BM)
     columns = tl.cdiv(N, BN)
@@ -192,9 +195,9 @@ def forward_slots_kernel(
     part, slots, arrivals, rank, epoch, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``part`` [L, N] to the memory of every rank, and signals each tile with the call number ``epoch``.
+    """Writes ``part`` [L, N] to this rank's slot on every rank, and signals each tile with the call number ``epoch``.
 
-    It does not wait for other ranks.
+    It does not wait for other ranks. ``slots`` to ``most``: from a :class:`Mailbox`.
     """
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
@@ -214,7 +217,10 @@ def collect_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies into ``out`` [W, L, N] the L rows that each of W ranks has sent; waits for each tile of rows."""
+    """Copies into ``out`` [W, L, N] the L rows that each of W ranks has sent; waits for each tile of rows.
+
+    ``slots`` to ``most``: from a :class:`Mailbox`; ``epoch``: call number.
+    """
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -261,8 +267,9 @@ def multicast_sum_kernel(
 ):  # fmt: skip
     """Adds up all ranks' products for this rank's rows [L, N] through the NVLink switch; sends the sums to all ranks.
 
-    It sums the products of call ``epoch``, and sends the sums and their signals as call ``epoch`` + 1. A tile that a
-    rank has not written is not sent. Without INSTRUCTIONS the switch is emulated.
+    It sums the products of call ``epoch``, and sends the sums and their signals as call ``epoch`` + 1. A tile that
+    lacks a rank's product is not sent. ``like``: any tensor in the products' dtype. Without INSTRUCTIONS the switch is
+    emulated.
     """
     columns = tl.cdiv(N, BN)
     wide: tl.constexpr = 16 // BYTES
@@ -348,8 +355,8 @@ def launch_gather_product(
 def launch_product_scatter(
     whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, call: KernelCall, dtype: torch.dtype, stays: bool = False
 ) -> None:
-    """Multiplies ``whole`` [B, W, L, K] by ``matrix_KN``, adds ``plus``, and sends ``result[:, w]`` to rank w in
-    ``dtype``.
+    """Multiplies ``whole`` [B, W, L, K] by ``matrix_KN``, adds ``plus``, and sends each of W ranks its [B, L, N] of the
+    result, in ``dtype``.
 
     ``plus`` has the product's shape. If ``whole`` is [B, L, K], all rows are sent to all ranks. With ``stays`` the
     rows are written only to this rank's memory, for :func:`launch_multicast_sum`.
@@ -381,7 +388,7 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
 
 
 def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> None:
-    """Adds up all ranks' products for this rank's rows through the NVLink switch, and sends the sums to all ranks.
+    """Sums this rank's rows of all ranks' matrix products through the NVLink switch; sends the sums to all ranks.
 
     :func:`launch_product_scatter` with ``stays`` computes the products, with the same ``call.epoch``.
     :func:`launch_collect_slots` receives the sums, with the next ``call.epoch``.

@@ -30,7 +30,7 @@ def signal(place, epoch):
 
 @triton.jit
 def arrived(place, ended, epoch, last, patience):
-    """Waits until the int32 at ``place`` is at least ``epoch``; returns True if it is then at most ``last``.
+    """Waits until the call number (int32) at ``place`` is ``epoch`` or more; returns True if it is not above ``last``.
 
     It returns False after ``patience`` polls, or if the flag at ``ended`` is set: the other rank has ended.
     """
