@@ -51,7 +51,8 @@ class RowPiece(NamedTuple):
 
 
 def piece(tokens: NDArray[Any], start: int, stop: int) -> RowPiece:
-    """Returns tokens ``start:stop`` of a document as a ``RowPiece``, with the document's next token.
+    """Returns tokens ``start:stop`` of a document as a ``RowPiece``, with the token at ``stop`` as its ``after``; -100
+    at the document's end.
 
     Args:
         tokens: all tokens of the document, 1-D.

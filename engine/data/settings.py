@@ -23,12 +23,12 @@ class Packing:
     """Settings to pack documents, one after another, into rows of ``length`` tokens; a document that does not fit is
     cut.
 
-    A row has int64 tensors [length]. Its ``labels`` are -100 at document borders and in padding. ``position_ids`` begin
-    at 0 in every document. ``segment_ids`` number the documents from 1, and are 0 in padding. Only an epoch's last row
-    is padded.
+    A row has int64 tensors [length]. Its ``labels`` are the row's tokens "in place" or "shifted" to the next token, and
+    -100 at document borders and in padding. ``position_ids`` begin at 0 in every document. ``segment_ids`` number the
+    documents from 1, and are 0 in padding. Only an epoch's last row is padded.
 
     Raises:
-        EngineError: ``length`` is below 2, or ``labels`` is neither "in place" nor "shifted".
+        EngineError: ``length`` is below 2, or the option ``labels`` is neither "in place" nor "shifted".
     """
 
     length: int
@@ -79,7 +79,8 @@ class LoaderOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Settings of a data loader: order of the samples, epochs, readers, and packing or padding of token sequences.
+    """Settings of a data loader: order of the samples, epochs, readers (ranks and processes), and packing or padding of
+    token sequences.
 
     Raises:
         EngineError: a value is out of range, or two values exclude each other, such as ``pack`` and ``pad``.

@@ -127,7 +127,9 @@ class LoadingEngine(Protocol):
 
     @property
     def comm(self) -> Comm:
-        """Communication of this rank; with the option ``batches="rank0"``, the loader communicates batches by it."""
+        """Collectives of this rank; with the option ``batches="rank0"``, the loader sends batches to other ranks by
+        them.
+        """
 
     @property
     def device(self) -> torch.device:
@@ -279,11 +281,12 @@ class StepLoader(Iterator[Batch]):
         return {**self._place._asdict(), **self._kind()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position in ``state``, a result of ``state_dict``, also with another batch size or grid of
-        ranks.
+        """Continues at the position in ``state``, a result of ``state_dict``. Batch size and grid of ranks may differ
+        from the saved run's.
 
         Raises:
-            EngineError: ``state`` is not of a loader, or was saved with another order, dataset or packing.
+            EngineError: ``state`` is not from a loader's ``state_dict``, or was saved with another order, dataset or
+                packing.
         """
         for key in (*DataPosition._fields, *self._kind()):
             if not isinstance(state.get(key), int) or state[key] < 0:

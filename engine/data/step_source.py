@@ -37,7 +37,8 @@ def collated(samples: Sequence[Any], settings: LoaderSettings, absent: int = 0) 
     Without ``collate``, samples are padded as ``settings.pad`` sets, and collated by torch's ``default_collate``.
 
     Args:
-        absent: number of last samples that get labels of -100.
+        absent: number of samples, at the end of ``samples``, that only fill up the microbatch; their labels become
+            -100.
 
     Raises:
         EngineError: samples differ in length, or a microbatch with ``absent`` samples has no labels.
@@ -338,7 +339,7 @@ def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[Data
 
 
 def own_state(given: Any) -> EngineError:
-    """Returns the error that ``given``, a dataset or DataLoader, has a state loaded by its own ``load_state_dict``."""
+    """Returns the error for ``given``, a dataset or DataLoader on which the script called ``load_state_dict``."""
     return EngineError(
         f"the {type(given).__name__} has its own state, from load_state_dict, but the loader counts samples from the "
         "beginning. Pass it without that state, and load the loader's: eng.register_for_checkpointing(data=loader)."

@@ -70,14 +70,15 @@ def window_count(tokens: int, context: int) -> int:
 
 
 class Sampler:
-    """Endless stream of the indices of the text windows on which one data rank trains. Each epoch has every window
-    once, in a new random order.
+    """Endless stream of the indices of the text windows on which one data rank trains. In each epoch, the data ranks
+    together take every window once, in a new random order.
 
     ``next()`` returns the indices of this rank's windows in the next global batch: int64 [global_batch / data_size].
 
     Args:
         windows: number of windows in the corpus.
         global_batch: rows of a batch over all data ranks.
+        seed: key of the random order, equal on all data ranks.
         data_rank: index of this data rank.
         data_size: number of data ranks.
 
@@ -139,17 +140,18 @@ class Sampler:
         return self._order
 
     def state_dict(self) -> dict[str, int]:
-        """Returns "position" (number of samples that all data ranks have consumed), "seed" and "windows", equal on
-        every rank.
+        """Returns "position" (number of samples that all data ranks together have consumed), "seed" and "windows",
+        equal on every rank.
         """
         return {"position": self.position, "seed": self.seed, "windows": self.windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position in ``state``, a result of ``state_dict``, also with another batch size or number of
-        data ranks.
+        """Continues at the position in ``state``, a result of ``state_dict``. Batch size and number of data ranks may
+        differ from the saved run's.
 
         Raises:
-            EngineError: ``state`` is not of a sampler, or its seed or number of windows differs from this sampler's.
+            EngineError: ``state`` is not from a sampler's ``state_dict``, or its seed or number of windows differs from
+                this sampler's.
         """
         for key in ("position", "seed", "windows"):
             if not isinstance(state.get(key), int) or state[key] < 0:
@@ -199,17 +201,18 @@ class Batches:
         return _read_windows(self.corpus, self.context, next(self.sampler))
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the sampler's state: "position" (number of samples that all data ranks have consumed), "seed" and
-        "windows".
+        """Returns the sampler's state: "position" (number of samples that all data ranks together have consumed),
+        "seed" and "windows".
         """
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position in ``state``, a result of ``state_dict``, also with another batch size or number of
-        data ranks.
+        """Continues at the position in ``state``, a result of ``state_dict``. Batch size and number of data ranks may
+        differ from the saved run's.
 
         Raises:
-            EngineError: ``state`` is not of a sampler, or its seed or number of windows differs from this run's.
+            EngineError: ``state`` is not from a sampler's ``state_dict``, or its seed or number of windows differs from
+                this run's.
         """
         self.sampler.load_state_dict(state)
 
@@ -370,7 +373,7 @@ class NpyTokens(_TokenFile):
         end: last token of each document; None: a 1-D array is one document.
 
     Raises:
-        EngineError: the file is missing, is no ``.npy``, or has no integers in one or two dims.
+        EngineError: the file is missing, or is not a ``.npy`` with a 1-D or 2-D array of integers.
     """
 
     def __init__(self, path: str | Path, end: int | None = None) -> None:

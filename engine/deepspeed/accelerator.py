@@ -141,7 +141,8 @@ class Accelerator:
         return tensor.device.type in (self._kind,)
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Returns a copy of ``tensor`` in page-locked host memory, or ``tensor`` itself on the CPU.
+        """Returns a copy of ``tensor`` in page-locked host memory, or ``tensor`` itself if the process trains on the
+        CPU.
 
         ``align_bytes`` has no effect.
         """

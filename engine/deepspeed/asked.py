@@ -43,7 +43,7 @@ class DeepSpeedMonitor:
     enabled = False
 
     def write_events(self, events: list[Any], flush: bool = True) -> None:
-        """Drops ``events``; the configuration section ``monitor`` chooses the engine's own logs."""
+        """Drops ``events``. The engine logs only its own metrics, as the configuration section ``monitor`` sets."""
 
 
 class AskedSettings:
@@ -175,7 +175,7 @@ class AskedSettings:
         return True
 
     def zero_load_from_fp32_weights(self) -> bool:
-        """Returns True, because ``load_checkpoint`` loads fp32 weights."""
+        """Returns True, because ``load_checkpoint`` restores master weights from the checkpoint's fp32 weights."""
         return True
 
     def zero_legacy_stage1(self) -> bool:
@@ -183,7 +183,7 @@ class AskedSettings:
         return False
 
     def zero_allow_untested_optimizer(self) -> bool:
-        """Returns True, because ``initialize`` accepts every optimizer that can update shards."""
+        """Returns True, because ``initialize`` accepts optimizers outside DeepSpeed's list of tested ones."""
         return True
 
     def zero_offload_optimizer(self) -> Any:
@@ -214,11 +214,13 @@ class AskedSettings:
         return self._zero.offload_optimizer.ratio
 
     def bf16_master_weights_and_gradients(self) -> bool:
-        """Returns True if a bf16 run has no fp32 master weights."""
+        """Returns the value of ``bf16.bf16_master_weights_and_grads``: True for bf16 training without fp32 master
+        weights.
+        """
         return self.engine.config.bf16.bf16_master_weights_and_grads
 
     def bf16_optimizer_states(self) -> bool:
-        """Returns True if a bf16 run stores optimizer state in bf16."""
+        """Returns the value of ``bf16.bf16_optimizer_states``: True to store optimizer state in bf16."""
         return self.engine.config.bf16.bf16_optimizer_states
 
     def fp16_master_weights_and_gradients(self) -> bool:

@@ -26,8 +26,8 @@ def init_distributed(
     The backend is NCCL on GPUs and gloo on the CPU.
 
     Args:
-        timeout: time limit of collectives, if ``init_method`` or ``rank`` is passed; otherwise the environment variable
-            ``TRINE_TIMEOUT_SECONDS`` sets it.
+        timeout: time limit of collectives; ignored unless ``init_method`` or ``rank`` is passed. Default: the
+            environment variable ``TRINE_TIMEOUT_SECONDS``.
         init_method: torch's rendezvous URL, in place of the launcher's.
         rank: rank of this process; -1: the launcher's value.
         world_size: number of processes; -1: the launcher's value.

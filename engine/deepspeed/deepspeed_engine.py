@@ -32,9 +32,9 @@ _COUNTED = {"micro_steps", "client_state"}
 
 
 class DeepSpeedEngine(ScheduledMembers, AskedSettings):
-    """Engine object with DeepSpeed's methods, returned by ``deepspeed.initialize``.
+    """Engine that trains a model by DeepSpeed's methods, returned by ``deepspeed.initialize``.
 
-    Other attributes are read from the model.
+    Attributes that it lacks are read from the model.
     """
 
     def __init__(
@@ -95,9 +95,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self._last.take(self.engine.step())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Returns ``loss`` times the loss scale, to call ``backward()`` on the result; the scale is 1 except in an fp16
-        run.
-        """
+        """Returns ``loss`` times the loss scale, for ``scale(loss).backward()``. The scale is 1 except in fp16 runs."""
         return self.engine.scale(loss)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -107,8 +105,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         ``set_dataloader``.
 
         Raises:
-            EngineError: there are no training data, or progressive layer drop or curriculum learning passes keyword
-                arguments to the model's forward.
+            EngineError: there are no training data; or progressive layer drop or curriculum learning adds keyword
+                arguments to forward, which only a call of the engine can pass.
         """
         self._scheduled.refuse_whole_steps()
         report = self.engine.train_batch(self._given(data_iter))
@@ -129,8 +127,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
 
         Returns:
             The loss as a 0-dim tensor, equal on all ranks; (loss, output) with ``return_logits``; only the output if
-                ``compute_loss`` is False. Rank 0 gets the model's output for all its rows; other ranks get None as
-                output.
+                ``compute_loss`` is False. Rank 0 gets the model's output for all rows of rank 0; other ranks get None
+                as output.
 
         Raises:
             EngineError: ``reduce_output`` is not "avg", or ``num_micro_batches`` differs from
@@ -175,7 +173,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             batch_size: rows of a microbatch; None: the configured number.
             route: "train" shuffles the rows; "eval" and "predict" do not.
             pin_memory: True: copies batches to page-locked memory, if there is an accelerator.
-            data_sampler: sampler of this rank's rows for any ``route``; None: torch's DistributedSampler.
+            data_sampler: sampler that yields only this rank's rows, and ignores ``route``; None: torch's
+                DistributedSampler.
             collate_fn: callback that makes a batch from a list of rows; None: the function passed to ``initialize``.
             num_local_io_workers: number of reader processes; None: this process reads.
         """
@@ -289,10 +288,10 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-        """Loads the checkpoint ``load_dir/tag``, of Trine or DeepSpeed. Collective.
+        """Loads the checkpoint ``load_dir/tag``, saved by this engine or by DeepSpeed. Collective.
 
         ``tag=None``: the tag in the file ``load_dir/latest``. Without ``load_module_strict``, parameters that the
-        checkpoint lacks are unchanged. ``load_module_only`` loads only weights and buffers.
+        checkpoint lacks are unchanged, in place of an error. ``load_module_only`` loads only weights and buffers.
 
         Returns:
             (folder of the checkpoint, ``client_state`` of ``save_checkpoint``), or (None, None) if ``tag`` is None and
@@ -330,7 +329,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         """Writes the full weights, in the model's dtypes, into the safetensors file ``save_dir/save_filename``; returns
         True.
 
-        Collective; only rank 0 writes. The suffix becomes ``.safetensors``.
+        Collective; only rank 0 writes. The suffix of ``save_filename`` is replaced by ``.safetensors``.
         """
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self.global_rank == 0:
@@ -364,13 +363,14 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, state_dict: Mapping[str, Tensor], strict: bool = True, custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
     ) -> None:  # fmt: skip
-        """Copies full parameters and buffers from ``state_dict``, equal on all ranks, into the model. Collective.
+        """Copies full parameters and buffers from ``state_dict`` into the model. Collective.
 
-        Without ``strict``, missing and unknown names are ignored. ``fetch_z3_params`` has no effect.
+        ``state_dict`` must be equal on all ranks. Without ``strict``, missing and unknown names are ignored.
+        ``fetch_z3_params`` has no effect.
 
         Raises:
-            EngineError: with ``strict``, if ``state_dict`` lacks a parameter, or has a name that the model lacks;
-                ``custom_load_fn`` is passed.
+            EngineError: ``custom_load_fn`` is passed. With ``strict``, also if ``state_dict`` lacks a parameter or has
+                unknown names.
         """
         _refuse_load_fn("load_module_state_dict", custom_load_fn)
         with self.engine.full_parameters() as parameters, torch.no_grad():
@@ -408,7 +408,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self.engine.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves the state that ``offload_states`` has moved to host memory back to the device.
+        """Moves state from host memory, where ``offload_states`` has put it, back to the device.
 
         With ``non_blocking``, copies may still run when the call returns; later work on the device waits for them.
         """

@@ -35,13 +35,13 @@ class MicrobatchCount:
         self.waiting = 0
 
     def kept(self) -> dict[str, int]:
-        """Returns {"microbatches": count} for a checkpoint; {} if all steps have the same number of microbatches."""
+        """Returns {"microbatches": count} for a checkpoint; {} if each step has the configured number of them."""
         return {} if self.taken is None else {self.KEY: self.taken}
 
     def restore(self, found: Mapping[str, Any], steps: int) -> None:
-        """Restores the count from ``found``, a checkpoint's client state with the result of :meth:`kept`.
+        """Restores the count from ``found``, the client state of a checkpoint; it includes the result of :meth:`kept`.
 
-        Without a count in ``found``, it assumes the configured number of microbatches in each of ``steps`` steps.
+        If ``found`` has no count, the count is ``steps`` times the configured number of microbatches.
         """
         if self.taken is not None:
             self.taken = int(found.get(self.KEY, steps * self._steps))
@@ -200,7 +200,7 @@ class EngineState:
 
     @property
     def grid(self) -> PipelineParallelGrid:
-        """Number of ranks on each parallel axis and this rank's coordinates, as DeepSpeed's ``mpu``."""
+        """Object with the methods of DeepSpeed's ``mpu``: ranks on each parallel axis, and this rank's coordinates."""
         return PipelineParallelGrid(self.engine.grid)
 
     def is_first_stage(self) -> bool:
@@ -212,7 +212,7 @@ class EngineState:
         return self.engine.grid.coord().pp == self.engine.grid.pp - 1
 
     def get_type(self) -> list[Any]:
-        """Returns the value under the key "type" of each parameter group; None without this key."""
+        """Returns, for each parameter group, its value under the key "type", or None without this key."""
         return [group.get("type") for group in self._groups]
 
     @property

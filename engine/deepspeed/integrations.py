@@ -9,7 +9,7 @@ from engine.config import load_raw
 class HfDeepSpeedConfig:
     """Replacement of transformers' ``HfDeepSpeedConfig``: a DeepSpeed configuration with getters.
 
-    Models are built in full, and ``initialize`` shards them.
+    Unlike transformers' class, it does not shard models while they are built; ``initialize`` shards them.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:

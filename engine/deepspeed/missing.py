@@ -64,7 +64,7 @@ class MissingModules(MetaPathFinder):
 
 
 def missing_sentence(name: str) -> str:
-    """Returns the error text for a DeepSpeed name that Trine lacks, with the nearest equivalent.
+    """Returns the error text for a DeepSpeed name that ``engine.deepspeed`` lacks, with the nearest equivalent.
 
     ``name`` is the path below ``deepspeed``, such as "runtime.domino".
     """
@@ -80,7 +80,7 @@ def install() -> None:
 
 
 def missing_attribute(engine: object, model: Any, name: str) -> AttributeError:
-    """Returns the error that neither the engine object nor its model has the attribute ``name``."""
+    """Returns the error for the attribute ``name``, which neither the engine object nor its model has."""
     return AttributeError(
         f"{type(engine).__name__!r} object of engine.deepspeed has no attribute {name!r}, and the model "
         f"({type(model).__name__}) has none either; docs/reference/deepspeed.md lists the engine's members."

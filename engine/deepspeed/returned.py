@@ -117,7 +117,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 class LateSchedule:
     """Placeholder of a learning-rate scheduler that the engine makes at the first batch.
 
-    Attributes are read from the engine's scheduler.
+    Attributes are read from the engine's scheduler; before the first batch, reading them raises EngineError.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -145,7 +145,8 @@ def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
 def returned_schedule(engine: Engine, given: Any) -> Any:
     """Returns the scheduler object that ``deepspeed.initialize`` returns; None without a schedule.
 
-    ``given`` is the script's torch scheduler, which is returned unchanged, or a callable that makes a scheduler.
+    ``given`` is the script's torch scheduler, which is returned unchanged, or a callable or None: then the engine's
+    scheduler is returned, or its placeholder before the first batch.
     """
     if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given

@@ -49,7 +49,7 @@ def initialize(
 
     Weights are broadcast from rank 0. Without an optimizer, the engine only evaluates. Trainable parameters outside
     both ``model_parameters`` and ``optimizer`` are not updated. ``args``: the script's parsed arguments, which may name
-    the configuration (``deepspeed_config``) and give its values "auto".
+    the configuration (``deepspeed_config``) and replace its values "auto".
 
     Raises:
         ConfigError: the configuration is missing, wrong or passed twice; ``model`` is missing; ``model_parameters``

@@ -37,8 +37,8 @@ def GatheredParameters(  # noqa: N802, DeepSpeed's name
 
     Args:
         params: parameters, or a module with them.
-        modifier_rank: rank that changes the parameters; at the end, its values are broadcast. None: all ranks write
-            equal values.
+        modifier_rank: rank that changes the parameters; at the end, its values are broadcast. None: writes stay, and
+            must be equal on all ranks.
         enabled: False: the context has no effect.
 
     ``fwd_module`` has no effect.

@@ -104,7 +104,7 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 class EqualRanksBackend(RecordingBackend):
-    """Communication backend of a dry run in one process; all other ranks count as equal to this rank.
+    """Communication backend of a dry run in one process: collectives act as if all other ranks had this rank's tensors.
 
     Args:
         exchanges: True: a reduce-scatter allocates a temporary tensor for the slices of other ranks, as on gloo.
@@ -115,10 +115,10 @@ class EqualRanksBackend(RecordingBackend):
         self._exchanges = exchanges
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Writes this rank's slice of ``full`` to ``shard``, without communication.
+        """Writes this rank's slice of ``full`` to ``shard``; returns a function without effect.
 
-        If the backend has ``exchanges`` and ``axis`` is not "tp", it instead allocates a temporary tensor, and the
-        returned function writes meaningless values to ``shard``.
+        If the backend has ``exchanges`` and ``axis`` is not "tp", it allocates a temporary tensor instead, and only the
+        returned function writes ``shard``, with meaningless values.
         """
         if not self._exchanges or axis == "tp":  # the tensor axis shares memory
             return super().reduce_scatter(shard, full, axis)
@@ -160,9 +160,10 @@ class EqualRanksBackend(RecordingBackend):
 
 class DryRunTransport:
     """Transport of pipeline messages in a dry run of one rank. Messages between two stages of this rank are delivered;
-    all others are only recorded.
+    ``receive`` returns a FakeTensor for a message from another rank.
 
-    Receive buffers are recorded, but do not count as live bytes.
+    A receive buffer does not count as live bytes (bytes of existing tensors), unless it is still in use after
+    ``recycle``.
     """
 
     def __init__(
@@ -261,11 +262,11 @@ class DryRunStep:
     def memory_of(self, action: Action, number: int, total: int) -> ActionMemory:
         """Returns the live bytes of ``action``.
 
-        For each stage and operation, the first, second, last and one middle action were measured; the middle one stands
-        for all others.
+        For each stage and operation, the first, second, last and one middle action were measured; all other actions get
+        the result of the middle one.
 
         Args:
-            number: index of ``action`` among the actions with its stage and operation, from 0.
+            number: index, from 0, of ``action`` among the actions with the same stage and operation.
             total: number of these actions.
         """
         place = LAST if number == total - 1 else min(number, MIDDLE)
@@ -290,7 +291,7 @@ class DryRunRank:
         rank: global rank to imitate.
         request: arguments of ``initialize``, such as the loss function.
         example: one microbatch; tensors on the meta device become zeros.
-        kernels: kernel choices for an absent device; None: choices of the CPU.
+        kernels: choices between Triton kernels and torch for a GPU that may be absent; None: choices for the CPU.
     """
 
     def __init__(
@@ -461,7 +462,8 @@ def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[A
     Args:
         row: actions of one rank in the full schedule.
         microbatches: number of microbatches of the short step.
-        splits: True: backwards are split into input and weight gradients at the stages that split them in ``row``.
+        splits: True: a stage that splits backwards into input and weight gradients in ``row`` splits them here too;
+            False: no backward is split.
     """
     stages = sorted({action.stage for action in row})
     found: list[Action] = []

@@ -23,9 +23,10 @@ from engine.program.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankForecast:
-    """Memory forecast of a rank: the peak of live bytes (bytes of existing tensors) in a training step.
+    """Memory forecast of a rank: the peak, in a training step, of live bytes (bytes of tensors that the step
+    allocates).
 
-    Stored parameters, gradients and optimizer state do not count as live.
+    Parameters, gradients and optimizer state that persist between steps do not count.
     """
 
     rank: int
@@ -58,7 +59,9 @@ class PlannedKernels(Kernels):
         self.card = card
 
     def replaces(self, device: torch.device) -> bool:
-        """Returns True for every ``device``, because on GPUs the engine's operators replace torch's."""
+        """Returns True for every ``device``, because the plan is for a GPU, on which the engine's operators replace
+        torch's.
+        """
         return True
 
     def _decide(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:

@@ -43,7 +43,9 @@ def longest_run(model: nn.Module, called: Container[int] | None = None) -> Alike
 
 
 def outer_runs(model: nn.Module) -> list[AlikeRun]:
-    """Returns the repeating pattern of blocks at the end of each outermost module list that has a pattern."""
+    """Returns the repeating pattern of blocks at the end of each module list that is not in another list; lists without
+    a pattern are left out.
+    """
     outer = [(name, kinds) for name, kinds in _lists(model) if not any(part.isdecimal() for part in name.split("."))]
     return [run for name, kinds in outer if (run := _run(name, kinds)) is not None]
 
@@ -76,7 +78,8 @@ def _blocks(run: AlikeRun) -> int:
 
 
 class KindNames:
-    """Names of modules and parameters with the kind of a block in place of its number, such as ``layers.#0.mlp``.
+    """Converter of names of modules and parameters: a block's index becomes ``#`` and the number of its kind, as in
+    ``layers.#0.mlp``.
 
     Blocks of one list with equal modules, shapes and settings are of one kind.
     """

@@ -19,8 +19,8 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 class CacheProtocol(NamedTuple):
-    """Argument ``name`` of a model's forward that takes a key-value cache, and the function ``make`` that returns an
-    empty cache.
+    """Access to a model's key-value cache: ``name`` of the argument of forward for it, and a function ``make`` that
+    returns an empty cache.
     """
 
     name: str
@@ -88,7 +88,7 @@ class StageCaches:
         return copy.deepcopy(self._empty) if self._rehearsed is None else _shapes(self._rehearsed)
 
     def rehearse(self, cache: Any) -> None:
-        """Stores the shapes in ``cache`` after the traced forward over the prompt, for :meth:`rehearsal`."""
+        """Stores the shapes of ``cache``, for :meth:`rehearsal`, after the traced forward over the prompt."""
         self._rehearsed = _shapes(cache)
 
     def advance(self, rows: int, positions: int, partly: bool) -> None:

@@ -35,7 +35,7 @@ _SHAPED = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 class GenerationForwards:
     """Model forwards of one text generation on this rank.
 
-    All ranks with one copy of the model call its methods in the same order with equal arguments.
+    All ranks of a replica (one full copy of the model) call its methods in the same order with equal arguments.
     """
 
     def __init__(self, runtime: RankRuntime) -> None:
@@ -55,8 +55,9 @@ class GenerationForwards:
     def opened(self, checked: Any) -> Iterator[None]:
         """Returns a context manager around all forwards of one generation, in eval mode without autograd.
 
-        The ranks with one copy of the model first compare hashes of the tensors in ``checked``. With expert
-        parallelism, or parameters gathered in each forward, all data ranks leave the context together.
+        The ranks of a replica (one full copy of the model) first compare hashes of the tensors in ``checked``. With
+        expert parallelism, or parameters gathered in each forward, the context ends when all data ranks have ended
+        their generation, because forwards need every rank.
 
         Raises:
             EngineError: the ranks were given different tensors.

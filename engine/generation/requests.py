@@ -71,8 +71,8 @@ class _Row:
 
 
 class RequestBatch:
-    """Generation requests of one data rank, which run as one batch. All ranks with one copy of the model have equal
-    requests.
+    """Generation requests of one data rank, which run as one batch. All ranks of a replica (one full copy of the model)
+    have equal requests.
 
     Args:
         pad: token id that fills shorter rows.
@@ -98,8 +98,8 @@ class RequestBatch:
         self.prompts = any(each.prompt_logprobs for each in options)
 
     def complete(self, model: nn.Module, runtime: RankRuntime, runner: StepRunner, notes: set[str]) -> Completions:
-        """Returns the list of completions of each request, equal on all ranks with one copy of the model. Collective
-        over the world.
+        """Generates the completions, and returns a list of them for each request, equal on all ranks of a replica (one
+        full copy of the model). Collective over the world.
 
         Args:
             runner: runner of forwards for a model without a usable key-value cache.

@@ -22,7 +22,7 @@ logger = logging.getLogger("trine")
 
 
 class NextLogits(Protocol):
-    """Interface of a source of logits that continues R sequences token by token."""
+    """Interface of a source that returns the next logits of R sequences, token by token."""
 
     def first(self, whole: bool) -> Tensor | None:
         """Returns the logits [R, V] after each of R prompts; V is the vocabulary size.
@@ -54,13 +54,14 @@ def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Returns the inner model of a ``PeftModel``, with its adapters; otherwise ``model`` itself."""
+    """Returns the inner model of a ``PeftModel``, with the adapter layers in it; otherwise ``model`` itself."""
     found = getattr(model, "get_base_model", None)
     return found() if callable(found) else model
 
 
 def usable_protocol(model: nn.Module, runtime: RankRuntime, notes: set[str]) -> CacheProtocol | None:
-    """Returns the argument of the model's forward for a key-value cache; None if no cache can be used.
+    """Returns the name of forward's argument for a key-value cache, with a function that makes an empty cache; None if
+    no cache can be used.
 
     Without a cache, each token needs a forward over the whole sequence, and rank 0 logs this.
 

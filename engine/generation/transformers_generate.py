@@ -45,7 +45,7 @@ class Generation:
     def run(self, inputs: Tensor, options: Mapping[str, Any]) -> Any:
         """Returns the result of Hugging Face's ``generate``. Collective over the world.
 
-        The ranks with one copy of the model get equal random states.
+        The ranks of a replica (one full copy of the model) take over the random state of its first rank.
 
         Args:
             inputs: prompts of this data rank: token ids [rows, tokens].

@@ -210,7 +210,9 @@ def _equal(given: Any, value: Any) -> bool:
 
 
 def conflict(key: str, given: Any, name: str, value: Any, owner: str = "TrainingArguments") -> ConfigError:
-    """Returns the error that the configuration key ``key`` is ``given``, but ``name`` of ``owner`` is ``value``."""
+    """Returns the error for two contradicting values: ``given`` for the configuration key ``key``, and ``value`` for
+    ``name`` of ``owner``.
+    """
     return ConfigError(
         f"{key} is {given} in engine_config and {name} is {value} in {owner}, but a run has one; set the same value, "
         f'or "auto" in engine_config.'
@@ -259,10 +261,10 @@ def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_best_metric(args: Any, metrics: Mapping[str, Any]) -> None:
-    """Refuses evaluation results in which the metric ``metric_for_best_model`` is not a number.
+    """Refuses evaluation results if ``float`` cannot convert the metric ``metric_for_best_model``.
 
     Raises:
-        ConfigError: the metric's value is not a number.
+        ConfigError: ``float`` cannot convert the metric's value.
     """
     name = args.metric_for_best_model
     if name is None:
@@ -331,8 +333,8 @@ def _check_generations(args: Any) -> None:
 
 
 def rows_of_generation(args: Any, data_ranks: int) -> int:
-    """Returns the number of rows in one generation of a TRL trainer, summed over the ``data_ranks`` data-parallel
-    ranks.
+    """Returns the number of completions that a TRL trainer generates at a time, summed over the ``data_ranks``
+    data-parallel ranks.
 
     Raises:
         ConfigError: the number is no multiple of ``num_generations``.

@@ -13,8 +13,8 @@ from engine.parallel.tensor.logits.sharded_logits import gather_logits
 class HostedModel(nn.Module):
     """Module that another library's training loop calls in place of the model; forwards run on the engine.
 
-    Other attributes come from the model. With pipeline parallelism, every rank gets the output. If the loop trains by
-    the engine's ``train_batch``, forward serves only for evaluation.
+    Attributes that it lacks come from the model. With pipeline parallelism, every rank gets the output. In a loop that
+    trains with the engine's ``train_batch``, ``forward`` is only for evaluation.
     """
 
     def __init__(self, trained: Engine, rows: int | None = None, whole_steps: bool = False) -> None:
@@ -62,7 +62,8 @@ _NO_LABEL = -100
 def with_share(batch: Any, rows: int, micro: int) -> Any:
     """Returns a copy of ``batch`` in which "num_items_in_batch" is divided among the rows, as a tensor [rows].
 
-    The shares are proportional to the rows' numbers of labels, or equal if a microbatch has no labels.
+    The shares are proportional to the rows' numbers of labels, or equal for all rows of the batch if any of its
+    microbatches has no labels.
 
     A batch without this entry is returned itself.
 
@@ -77,11 +78,11 @@ def with_share(batch: Any, rows: int, micro: int) -> Any:
 
 
 def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
-    """Replaces ``output["loss"]``, one loss per microbatch, in place by the loss of the whole batch; returns
-    ``output``.
+    """Replaces ``output["loss"]``, which has one loss per microbatch, by the loss of the whole batch; returns
+    ``output``, changed in place.
 
-    The loss is the microbatches' mean, weighted by their numbers of labels or else of rows. An output without a loss
-    per microbatch is unchanged.
+    The loss is the microbatches' mean, weighted by their numbers of labels, or of rows if any microbatch has no labels.
+    An output without a loss per microbatch is unchanged.
 
     Args:
         rows: number of rows of the batch.

@@ -148,7 +148,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Args:
             input_data: tensors, or a list of other objects.
-            use_gather_object: True if tensors are gathered as objects too.
+            use_gather_object: True: tensors are pickled, as other objects are, so their shapes may differ between
+                ranks.
         """
         if self.grid.size("replica") == 1 or not (use_gather_object or _has_others(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
@@ -157,8 +158,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return rows[:remainder] if ends and remainder > 0 else rows
 
     def gather_objects(self, objects: Sequence[Any]) -> list[Any]:
-        """Returns the elements of the lists ``objects`` of all data ranks, in rank order, on every rank. All-gathers
-        over the world.
+        """Returns one list of the elements of ``objects`` from all data ranks, in rank order, on every rank.
+        All-gathers over the world.
         """
         gathered = gather_object([objects])
         return [each for rank in self.grid.peers(self.grid.rows, 0) for each in gathered[rank]]
@@ -302,10 +303,10 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._begin = deepcopy(scheduler.state_dict()), [_scheduled(group) for group in groups]
 
     def move_from(self, data_ranks: int) -> None:
-        """Converts a restored schedule's step number to this run, if the saved run made ``data_ranks`` scheduler steps
-        per update.
+        """Converts a restored schedule's step number to this run's number of data ranks; the saved run had
+        ``data_ranks``.
 
-        The saved number stays if it gives the saved learning rate and the converted number does not.
+        If only the saved number gives the saved learning rate, it stays.
         """
         schedule: Any = self.scheduler
         saved, rates = schedule.last_epoch, list(schedule.get_last_lr())
@@ -330,8 +331,8 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
             schedule.step()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Makes one scheduler step for each data rank after an update, and none after a skipped update or before a
-        step's last microbatch.
+        """Makes as many scheduler steps as there are data ranks after an update, and none after a skipped update or
+        before a step's last microbatch.
 
         With accelerate's ``split_batches=True`` or ``step_scheduler_with_optimizer=False``, calls accelerate's ``step``
         instead.

@@ -44,7 +44,7 @@ class SavedState(EngineAccelerator):
         """Returns the full state dict of the engine's model on rank 0, and {} on other ranks. Collective over the
         world.
 
-        Any other model, and ``unwrap``, are treated as by ``accelerate.Accelerator``.
+        For any other model, it returns the result of accelerate's method; only then ``unwrap`` has an effect.
         """
         if self.hosted is None or model not in (self.hosted, self.hosted.module):
             return super().get_state_dict(model, unwrap)
@@ -65,8 +65,8 @@ class SavedState(EngineAccelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Loads model, optimizer, schedules and step number from a folder of ``save_state``, also on another grid of
-        ranks. Collective.
+        """Loads model, optimizer, schedules and step number from a folder written by ``save_state``. Collective. The
+        grid of ranks may differ from the saved run's.
 
         ``input_dir=None``: the newest folder, if accelerate names checkpoints automatically. ``load_kwargs``: passed to
         accelerate.
@@ -218,7 +218,9 @@ class Accelerator(SavedState):
         return model.to(self.device) if moves else model
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Returns a wrapper of ``scheduler`` that makes one scheduler step for each data rank after an update."""
+        """Returns a wrapper of ``scheduler`` that makes as many scheduler steps after an update as there are data
+        ranks.
+        """
         if isinstance(scheduler, AcceleratedScheduler):
             return super().prepare_scheduler(scheduler)
         own = [each for each in self._optimizers if each.optimizer is getattr(scheduler, "optimizer", None)]

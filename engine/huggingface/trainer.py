@@ -111,7 +111,8 @@ class WholeSteps:
         return {**inputs, _COUNT: torch.as_tensor(count, dtype=torch.float32, device=self._accelerator.device)}
 
     def inputs(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keyword arguments of the model's forward, from a dict of the method ``microbatch``.
+        """Returns the keyword arguments of the model's forward, from a dict that the method :meth:`microbatch` has
+        returned.
 
         ``labels`` are left out if the user's loss function replaces the model's loss.
         """
@@ -126,7 +127,7 @@ class WholeSteps:
 
         Args:
             output: output of the model's last pipeline stage.
-            microbatch: dict of the method ``microbatch``.
+            microbatch: dict that the method :meth:`microbatch` has returned.
         """
         count, loss = microbatch.get(_COUNT), self._plain_loss(output, microbatch)
         if _LACKS in microbatch:
@@ -350,8 +351,8 @@ class Trainer(TrlLoop):
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Returns an estimate of this rank's FLOPs of forward and backward for a microbatch; 0 without the model's main
-        input.
+        """Returns an estimate of this rank's FLOPs of forward and backward for a microbatch; 0 if ``inputs`` lacks the
+        model's main input, such as ``input_ids``.
         """
         name = getattr(self.model, "main_input_name", "input_ids")
         main: Any = inputs.get(name) if isinstance(inputs, Mapping) else None  # TRL's prompts are a list

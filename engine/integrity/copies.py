@@ -61,7 +61,8 @@ class DataCopies:
         return torch.stack([each.differ for each in self._compared]).any()
 
     def findings(self, update: int) -> list[Finding]:
-        """Returns a report for each tensor that differed in the last ``compare``, equal on all compared ranks.
+        """Returns a report for each tensor that differed between ranks in the last ``compare``. All compared ranks get
+        the same reports.
 
         All-gathers the full digests of these tensors.
 
@@ -102,7 +103,7 @@ class _AxisCopies:
 
 
 class ReplicaCopies:
-    """Comparison of weights that several tensor or pipeline ranks of one model copy store as equal copies."""
+    """Comparison of weights that must be equal on several tensor or pipeline ranks of a replica (one full model)."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._buckets = comm, buckets
@@ -114,8 +115,8 @@ class ReplicaCopies:
         self._found = torch.zeros(0)
 
     def compare(self, device: torch.device) -> Tensor:
-        """Compares weights that several tensor or pipeline ranks of one model copy store; returns a 0-dim bool tensor,
-        True if any differ.
+        """Compares weights that must be equal on several tensor or pipeline ranks of a replica (one full model);
+        returns a 0-dim bool tensor, True if any differ.
 
         All-gathers 8 bytes for each parameter and rank over axis "replica". ZeRO 3 first all-reduces digests over the
         data ranks. ``device`` is the device of the digests and the result.
@@ -134,8 +135,8 @@ class ReplicaCopies:
         return torch.stack(differs).any()
 
     def findings(self, update: int) -> list[Finding]:
-        """Returns a report for each weight that differed in the last ``compare``, equal on all ranks with this copy of
-        the model.
+        """Returns a report for each weight that differed between ranks in the last ``compare``. All ranks of a replica
+        get the same reports.
 
         Args:
             update: number of updates made before the last check that found no corruption.
@@ -189,7 +190,7 @@ def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
 
 
 def copies_finding(one: Finding, odd: Sequence[int], ranks: Sequence[int]) -> Finding:
-    """Returns a copy of the report ``one`` with ``odd`` as the faulty ranks; they differ from the other ``ranks``."""
+    """Returns a copy of the report ``one`` with ``odd`` as the faulty ranks; ``ranks``: all compared ranks."""
     values = one.to_json() | {"how": "copies", "ranks": odd, "others": [rank for rank in ranks if rank not in odd]}
     return Finding.from_json(values)
 

@@ -228,7 +228,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Finding":
-        """Returns the report from ``values``, a dict of ``to_json`` read from JSON."""
+        """Returns the report that :meth:`to_json` has converted to ``values``."""
         return cls(**{**values, "ranks": tuple(values["ranks"]), "others": tuple(values["others"])})
 
 

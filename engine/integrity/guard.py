@@ -27,8 +27,8 @@ logger = logging.getLogger("trine")
 
 
 class ComputedGradients:
-    """Comparison of two runs of one training step on this rank, by bit sums (sums of the elements' bits, read
-    as integers) of each gradient and of the loss.
+    """Comparison of two runs of one training step on this rank, by the bit sum of each gradient and of the loss: the
+    bits of each element count as one integer, and the integers are added.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
@@ -141,7 +141,7 @@ class Integrity(StepPart):
         steps and after a skipped step. Collective.
 
         Args:
-            step: state of the step; bytes that ``check`` sends are left out of its traffic.
+            step: state of the step; its number of sent bytes will leave out the bytes of ``check``.
             made: number of updates so far.
             skipped: True if the step was skipped.
 
@@ -163,7 +163,8 @@ class Integrity(StepPart):
     def changing(self) -> Iterator[None]:
         """Returns a context manager around a call that may write weights or optimizer state.
 
-        Before the call it compares them with their stored digests; after the call it stores new digests.
+        Before the call it compares them with their stored digests; after the call it stores new digests. The next
+        ``check`` reports a difference.
         """
         self._at_rest.compare()
         try:
@@ -184,7 +185,7 @@ class Integrity(StepPart):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Returns a context manager around a save of weights, which first checks weights and optimizer state.
+        """Returns a context manager around a save of weights; on entry, it checks weights and optimizer state.
         Collective.
 
         Raises:

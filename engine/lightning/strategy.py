@@ -138,7 +138,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         """Makes the engine, which shards the submodule in place and steps the LightningModule's optimizer. Collective.
 
-        Outside of ``fit`` nothing is updated.
+        Outside of ``fit``, the engine is made without the LightningModule's optimizer, and updates no weights.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -240,7 +240,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Returns ``tensor`` reduced over ``group``, as Lightning's DDP strategy does.
 
-        A sum over the world counts ranks with the same rows once.
+        Only a sum over the world differs: it counts ranks with the same rows once.
 
         Args:
             group: process group; None: the world.
@@ -259,11 +259,11 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return bool(count == self.world_size) if all else bool(count)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns the tensors of all ranks of ``group``, stacked as [ranks, ...] in rank order. Collective over
-        ``group``.
+        """Returns the tensors of all ranks of ``group``, stacked as [ranks, ...] in rank order; over the world, only
+        one tensor of each data rank. Collective over ``group``.
 
         Args:
-            group: process group; None: the world, and the result has only one tensor of each data rank.
+            group: process group; None: the world.
             sync_grads: True: gradients flow back through the gather.
         """
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)

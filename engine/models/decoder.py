@@ -123,7 +123,7 @@ class DecoderCache:
 class Attention(nn.Module):
     """Causal self-attention, [B, L, D] -> [B, L, D]: B sequences, L positions, D features.
 
-    A tensor rank may have only some of the heads.
+    With tensor parallelism, a rank may have only some of the heads.
     """
 
     def __init__(self, config: DecoderConfig) -> None:

@@ -35,8 +35,8 @@ from engine.zero.optim.rules.schedule_free import FlatScheduleFreeAdamW
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """Description of a parameter group's optimizer state: the number of values per parameter element, or the rule for
-    whole matrices.
+    """Description of a parameter group's optimizer state: the number of values per parameter element, or, for matrices
+    that are updated as a whole, the rule that defines their state.
     """
 
     values: int = 0
@@ -57,12 +57,13 @@ class GroupState:
 
         Args:
             elements: number of parameter elements.
-            itemsize: bytes of a value in the moments' dtype; values in 8 bits do not depend on it.
+            itemsize: bytes of a value in the moments' dtype; not used for 8-bit values.
         """
         return self.values * elements * itemsize + self.codes * StateFormat(self.block, signed=True).bytes(elements)
 
     def stored_bytes(self, elements: int, itemsize: int) -> int:
-        """Returns the bytes of element-wise optimizer state in a checkpoint, which stores no 8-bit values.
+        """Returns the bytes of element-wise optimizer state in a checkpoint, where 8-bit values have ``itemsize`` bytes
+        too.
 
         Args:
             elements: number of parameter elements.
@@ -104,8 +105,8 @@ def _flat(config: OptimizerConfig) -> OptimizerFactory:
 
 
 def plain_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Returns an optimizer with the configured update rule for training without the engine: torch's class or else the
-    engine's.
+    """Returns an optimizer with the configured update rule, for training without the engine. It is of torch's class, or
+    of the engine's if torch lacks the rule.
 
     Args:
         groups: parameter groups, as torch optimizers take them.
@@ -230,7 +231,7 @@ class MatrixOwners:
 
     @property
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of data ranks that exchange matrices, as indices on the axis over which gradients are summed."""
+        """Groups of data ranks that exchange matrices; each number is a rank's index on the axis of gradient sums."""
         count, grid = self._shares, self.config.grid(0)
         return tuple(tuple(range(first, first + count)) for first in range(0, grid.size(grid.sums), count))
 

@@ -35,7 +35,7 @@ SchedulerArgument = Callable[[Any], Any] | LRScheduler
 
 
 def lr_range_test(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's LRRangeTest, which rises without
+    """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's LRRangeTest. The rate rises without
     end.
 
     Args:
@@ -290,7 +290,9 @@ class LearningRate:
             self._told.add(_END)
 
     def done(self) -> None:
-        """Steps the torch scheduler after an update; does nothing without a torch scheduler or after its last step."""
+        """Steps the torch scheduler after an update; does nothing without a torch scheduler or after the schedule's
+        end.
+        """
         if self._ended:
             return
         if self.guarded is not None:

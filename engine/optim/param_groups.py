@@ -65,7 +65,8 @@ def read_optimizer(
 
 
 def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, notes: Iterable[str]) -> Config:
-    """Returns ``config`` with ``notes``, and a note for each section that an argument replaces.
+    """Returns ``config`` with additional notes for the user: ``notes``, and one for each section that an argument
+    replaces.
 
     A replaced section ``scheduler`` is removed. A replaced section ``optimizer`` stays, but its type and params have no
     effect.

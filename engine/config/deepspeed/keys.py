@@ -54,7 +54,8 @@ class Moved:
 class Feature:
     """Treatment of a DeepSpeed section: ignored while its key ``switch`` is off, an error while it is on.
 
-    With ``noted`` or ``passed``, the user gets a note in place of the error.
+    A note replaces the error if training is the same without the section (``noted``), or if ``engine.deepspeed``
+    implements it (``passed``).
     """
 
     reason: str
@@ -72,8 +73,8 @@ class Feature:
 class WithMode:
     """Treatment of a DeepSpeed key in the section ``activation_checkpointing``.
 
-    It has an effect only if the section sets ``mode``. Values in ``idle`` are ignored. Any other value sets the
-    Trine key ``target`` to ``becomes``; without ``mode`` or ``target``, it gives the user a note.
+    Values in ``idle`` are ignored. If the section sets ``mode`` and ``target`` is not empty, any other value sets the
+    Trine key ``target`` to ``becomes``; otherwise, the user gets a note that it changes nothing.
     """
 
     idle: tuple[object, ...]

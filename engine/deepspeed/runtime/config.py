@@ -16,7 +16,7 @@ ADAGRAD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "adagrad", "lion", "muon"
 
 
 class DeepSpeedConfig:
-    """Configuration with DeepSpeed's attribute names and the batch sizes of this job.
+    """Configuration with DeepSpeed's attribute names; absent batch sizes are computed from the number of data ranks.
 
     Args:
         config: dict, or path of a JSON file.

@@ -63,7 +63,7 @@ class _Scheduled(UpdateScheduler):
 class LRRangeTest(_Scheduled):
     """Scheduler that raises the learning rate without end, to find the largest rate with stable training.
 
-    In each ``lr_range_test_step_size`` updates, the rate grows by ``lr_range_test_step_rate`` times its initial value,
+    In each ``lr_range_test_step_size`` updates, the rate grows by the initial rate times ``lr_range_test_step_rate``,
     linearly or, with ``lr_range_test_staircase``, in steps.
     """
 
@@ -136,9 +136,9 @@ class OneCycle(_Scheduled):
 
 class WarmupLR(_Scheduled):
     """Scheduler that raises the learning rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``
-    steps.
+    steps, then leaves it constant.
 
-    ``warmup_max_lr=None``: the optimizer's own rate.
+    ``warmup_max_lr=None``: the optimizer's own rate. ``warmup_type``: shape of the rise, "log" or "linear".
     """
 
     _rule = staticmethod(warmup)
@@ -199,7 +199,7 @@ class WarmupCosineLR(_Scheduled):
         self.org_lrs = list(self.base_lrs)
 
     def get_lr_ratio(self) -> float:
-        """Returns the factor, 0 to 1, of the optimizer's own rate for the next update."""
+        """Returns the number, 0 to 1, by which the optimizer's own rate is multiplied for the next update."""
         return warmup_cosine(self.last_epoch, 1.0, self.params)
 
 

@@ -15,6 +15,6 @@ def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.
 
 
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
-    """Logs ``message`` on rank 0 if ``force`` is True; otherwise does nothing."""
+    """Logs ``message`` on rank 0 if ``force`` is True; otherwise does nothing. ``debug`` has no effect."""
     if force:
         log_dist(message)

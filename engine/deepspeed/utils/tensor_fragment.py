@@ -17,7 +17,7 @@ _Read = Callable[[Engine, str, bool], AbstractContextManager[dict[str, Tensor]]]
 
 
 class Owner(NamedTuple):
-    """Engine that trains a parameter, and the name of the parameter in the model."""
+    """Pair: the engine that trains a parameter, and the parameter's name in the model."""
 
     engine: Engine
     name: str
@@ -123,8 +123,8 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Returns a copy of the full optimizer state ``optim_state_key`` of ``param``, such as "exp_avg"; None if ``param``
-    is frozen. Collective.
+    """Returns a copy of the full optimizer state of ``param`` with the name ``optim_state_key``, such as "exp_avg";
+    None if ``param`` is frozen. Collective.
 
     Raises:
         EngineError: the optimizer has no state of this name, or has not made a step.
@@ -133,7 +133,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets the full optimizer state ``optim_state_key`` of ``param``, such as "exp_avg", to ``value``. Collective.
+    """Writes ``value`` to the full optimizer state of ``param`` with the name ``optim_state_key``, such as "exp_avg".
+    Collective.
 
     ``value`` must be equal on all ranks.
 
@@ -148,7 +149,7 @@ def safe_update_full_grad_vectorized(
 ) -> None:
     """Sets the full gradient of each trainable parameter in ``param_list`` to ``update_func(gradient, parameter)``.
 
-    ``update_func`` gets a copy of the full gradient. Collective: its results must be equal on all ranks.
+    ``update_func`` gets a copy of the full gradient, and must return equal results on all ranks. Collective.
     """
     for parameter in param_list:
         if (grad := safe_get_full_grad(parameter)) is not None:
@@ -210,7 +211,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 
 class RepeatingLoader:
-    """Endless iterator that repeats the items of ``loader``."""
+    """Endless iterator over ``loader``, which it starts again with ``iter(loader)`` after the last item."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

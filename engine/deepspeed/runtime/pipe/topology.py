@@ -98,9 +98,9 @@ class PipelineParallelGrid:
         self._grid = grid
 
     def topology(self) -> ProcessTopology:
-        """Returns the grid as a ``ProcessTopology`` with the axes "pipe", "data" and "model".
+        """Returns the grid as a ``ProcessTopology`` with the axes "pipe", "data" and "model", outermost first.
 
-        "pipe" is outermost, or "data" if the configuration orders ranks as "tp-pp-dp".
+        If the configuration orders ranks as "tp-pp-dp" (innermost first), "data" is before "pipe".
         """
         grid = self._grid
         if grid.order == "tp-pp-dp":
