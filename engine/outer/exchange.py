@@ -43,8 +43,8 @@ _FIELDS = 6
 
 @dataclass(slots=True)
 class PushFlight:
-    """Progress of one push (gradients or weight differences of some tensors): upload, the store's offer, and download
-    of the merged weights.
+    """Progress of one push (gradients or weight differences of some tensors): upload, the store's offer of a version
+    with merged weights, and download of these weights.
     """
 
     meta: PushMeta

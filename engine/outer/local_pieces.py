@@ -55,8 +55,7 @@ class LocalPiece:
         """Returns the view of this piece's elements in ``owned``.
 
         Args:
-            owned: 1-D tensor with one value for each element of this rank's shard of the piece's bucket (flat tensor of
-                many parameters).
+            owned: 1-D tensor, laid out as this rank's shard of the piece's bucket (flat tensor of many parameters).
         """
         return owned[self.part.start - self.flat.owned.start : self.part.stop - self.flat.owned.start]
 

@@ -164,9 +164,10 @@ class OuterLoop(StepPart):
     def before_update(self, step: StepState) -> BaseException | None:
         """Pushes the step's gradients, and waits for the store's answer, before the optimizer runs.
 
-        The store answers with new weights, which the optimizer copies; with ``Content.SUMS``, it answers with summed
-        gradients, which replace this step's. Does nothing if sites push weight differences. Returns the error of
-        ``step`` or of the exchange, or None. All ranks of the site call it.
+        With ``Content.SUMS``, the answer is the gradients summed over all sites; they replace the step's gradients.
+        Otherwise it is new weights, which the optimizer copies. Does nothing if sites push weight differences. Returns
+        the error of the exchange, else ``step.problem`` (earlier error of the step, or None). All ranks of the site
+        call it.
         """
         if self._content is Content.DELTAS:
             return step.problem
@@ -184,8 +185,8 @@ class OuterLoop(StepPart):
         self._tokens += totals.tokens
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Counts ``step``. If sites push weight differences, pushes the fragments that are due, and applies newly
-        merged weights.
+        """Adds a training step to the site's count. If sites push weight differences, pushes the fragments that are
+        due, and applies newly merged weights.
 
         Adds values such as "outer/clock" to ``step.figures``. All ranks of the site call it.
 

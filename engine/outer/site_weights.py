@@ -62,8 +62,8 @@ class Anchors:
     def prepare(self, stored: Mapping[str, object]) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
         """Returns views into which a checkpoint's anchors and encoding errors can be loaded, by parameter and kind.
 
-        Leaves out a kind (anchors or encoding errors) that the checkpoint lacks for some tensor. Sets all encoding
-        errors to zero first.
+        If the checkpoint lacks a kind (anchors or encoding errors) for any tensor, leaves the kind out for all tensors.
+        Sets all encoding errors to zero first.
 
         Args:
             stored: mapping with the names in the checkpoint as keys, such as "outer_anchor/" and a parameter's name.
@@ -130,7 +130,8 @@ class SiteWeights:
 
     @torch.no_grad()
     def differences(self, fragment: int) -> Tensor:
-        """Returns anchor minus weight for this rank's elements of ``fragment``, encoded, uint8 [bytes].
+        """Returns anchor (weight after the last exchange) minus weight for this rank's elements of ``fragment``,
+        encoded, uint8 [bytes].
 
         Then sets the anchors of the fragment to the current weights.
         """
@@ -149,9 +150,11 @@ class SiteWeights:
         """Updates this rank's weights of ``fragment`` with ``body``, their merged values from the store, fp32
         [elements].
 
-        The new weights are body + (weight - anchor); the anchor is the weight after the last exchange. With
-        ``outer.mixing`` = m, they are m * weight + (1 - m) * body. With ``alone``, they are ``body``. If sites push
-        weight differences, sets the anchor to ``body``. All-gathers parameters, label "parameters".
+        If sites push weight differences, also sets the anchor to ``body``. All-gathers parameters, label "parameters".
+
+        Args:
+            alone: True: the new weights are ``body``. False: they are body + (weight - anchor), with the weight after
+                the last exchange as the anchor; with ``outer.mixing`` = m, m * weight + (1 - m) * body.
         """
         mixing = self._outer.mixing
         for flat in self.local.buckets(fragment):

@@ -62,7 +62,7 @@ from engine.program.program import Program
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Inputs of a plan other than the configuration."""
+    """Inputs of a plan other than the configuration, such as program, example batch, optimizer and measured costs."""
 
     program: Program
     example: Batch = None
@@ -97,7 +97,7 @@ def needs_example(config: Config) -> bool:
 
 
 def needs_search(config: Config) -> bool:
-    """Returns True if rank 0 has to search a tensor plan (``tensor_plan: "auto"``)."""
+    """Returns True if rank 0 has to search for a tensor plan (``tensor_plan: "auto"``)."""
     return config.tp > 1 and config.parallel.tensor_plan == "auto"
 
 

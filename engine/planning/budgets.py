@@ -69,7 +69,9 @@ class GatherPlan:
 
     @property
     def gathers(self) -> Gathers:
-        """Counts of one step: all-gather calls, and gathers of each bucket (flat buffer)."""
+        """Counts of one step: all-gather calls, each for one or more buckets (flat buffers), and gathers of each
+        bucket.
+        """
         return self.over(None)
 
     def over(self, axis: Axis | None) -> Gathers:
@@ -191,7 +193,7 @@ def _held(kinds: Mapping[str, int]) -> dict[str, int]:
 def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> frozenset[int]:
     """Returns the indices of the buckets (flat buffers) that the CPU updates under ``offload_optimizer``.
 
-    With ``offload_param``, the CPU also updates every bucket without fp32 master weights.
+    With ``offload_param``, also returns all buckets that have no fp32 master weights.
     """
     offload = config.zero_optimization.offload_optimizer
     ratio = 1.0 if offload.ratio == "auto" else offload.ratio  # a plan has a number
@@ -294,8 +296,8 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Returns the number of data and context ranks on one node. Without ``parallel.gpus_per_node``, counts the whole
-    grid as one node.
+    """Returns the number of ranks on one node that belong to the same group of data and context ranks. Without
+    ``parallel.gpus_per_node``, counts the whole grid as one node.
     """
     node, grid = config.parallel.gpus_per_node, config.grid(0)
     ranks = grid.size(grid.sums)
@@ -335,9 +337,10 @@ def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
 
 
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
-    """Returns a rank's traffic in a step for all-gathers of sharded parameters and for control messages about them.
+    """Returns a rank's traffic in a step for all-gathers of sharded parameters, and for control messages in which data
+    ranks agree on these gathers.
 
-    If data ranks call different modules than each other, they send more control messages than counted here.
+    If data ranks call different modules, they send more control messages than counted here.
     """
     ranks, axis, rows = config.shards, config.grid(0).sharding, list[Traffic]()
     if ranks == 1:
@@ -448,7 +451,7 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
     """Returns a rank's control traffic per step, such as all-reduces of totals and checks that ranks have equal
     batches.
 
-    ``world``: number of ranks. ``experts``: number of experts with counted tokens, over all layers.
+    ``world``: number of ranks. ``experts``: number of experts, over all layers, with token counts in the totals.
     """
     tally, replica = Tally(), config.grid(0).size("replica")
     if world > 1:

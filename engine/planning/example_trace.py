@@ -37,9 +37,9 @@ from engine.program.program import Program
 
 
 class SharedSequences:
-    """Tracer of an example batch, in which each context rank has a part of every sequence.
+    """Tracer of an example batch that is divided along sequences: each context rank has a part of every sequence.
 
-    A module that raises an error on a part of a sequence gets full sequences.
+    If a module raises an error on a part, the batch is traced again, and this module gets full sequences.
     """
 
     def __init__(

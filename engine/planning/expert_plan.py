@@ -75,7 +75,9 @@ class ExpertPlan:
 
     @property
     def uncut(self) -> tuple[str, ...]:
-        """Names of the modules that own experts, if tensor ranks store these experts unsharded."""
+        """Names of the modules with experts that every tensor rank stores unsharded; modules with sharded experts are
+        left out.
+        """
         listed = (name for each in self.listed if not each.cut for name in each.names)
         return (*(each.name for each in self.routed if each.added is None), *listed)
 
@@ -282,9 +284,11 @@ def _missing(unproven: tuple[Unproven, ...]) -> str:
 def form_on_tensor_ranks(
     config: Config, model: nn.Module, example: Batch, plan: TensorPlan, shared: ExpertPlan
 ) -> tuple[TensorPlan, ExpertPlan]:
-    """Decides for each MoE module if tensor ranks shard its experts along their width; returns both updated plans.
+    """Decides for each MoE module if tensor ranks shard its experts along their width (intermediate size); returns both
+    updated plans.
 
-    ``plan``: tensor-parallel plan of the layers. ``shared``: plan of expert parallelism.
+    ``plan``: tensor-parallel plan of the layers. ``shared``: plan of expert parallelism. With
+    ``parallel.expert_tensor`` = "auto", compares estimated costs.
 
     Raises:
         PlanError: ``parallel.expert_tensor`` is "cut", and a module's experts cannot be sharded.

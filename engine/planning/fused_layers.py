@@ -13,13 +13,13 @@ from engine.planning.plan import Plan
 
 
 def measured_overlap(config: Config, device: torch.device, card: str | None = None) -> OverlapChoices | None:
-    """Returns this GPU type's measurements of matrix products fused with tensor-parallel communication.
+    """Looks up stored measurements of matrix products fused with tensor-parallel communication, for this GPU type.
 
     Returns None if fusing is never faster, if ``parallel.overlap`` is not "auto", or with one tensor rank.
 
     Args:
-        card: name of the GPU type, equal on all ranks; "" if Triton kernels do not run on all ranks; None: this rank's
-            GPU.
+        card: name of the GPU type, equal on all ranks; None: type of this rank's GPU; "": a rank cannot run Triton
+            kernels, so the result is None.
     """
     if config.parallel.overlap != "auto" or config.tp == 1 or card == "" or not runs_triton(device):
         return None
@@ -30,7 +30,8 @@ def measured_overlap(config: Config, device: torch.device, card: str | None = No
 def fused_layers(plan: Plan, measured: OverlapChoices | None) -> tuple[str, ...]:
     """Returns one text, such as "layers.*.up from 512 rows", for each pattern of layers with fused communication.
 
-    Forwards with at least this number of token rows are fused. ``measured``: measurements of this GPU type, or None.
+    In this example, forwards with at least 512 token rows are fused. ``measured``: measurements of this GPU type, or
+    None.
     """
     if measured is None:
         return ()

@@ -55,7 +55,8 @@ class BlockBytes(NamedTuple):
 class IsolatedBlock:
     """Copy of the module ``name`` of a model, for measurements of its time and memory.
 
-    ``selective``: operators with results that selective recomputation stores; None: no selective recomputation.
+    ``selective``: rule that names the operators with outputs stored for recomputation; None: no selective
+    recomputation.
 
     Raises:
         PlanError: the ``forward`` of the module or of a submodule is a closure, which would run the original model.
@@ -199,7 +200,8 @@ def signatures(model: nn.Module, units: Sequence[str], arguments: Sequence[Argum
     """Returns one signature per module call, in order; calls with equal signatures take equal time.
 
     ``units``: module name of each call. ``arguments``: recorded arguments of each call. A signature has the module's
-    classes, tensor shapes and plain attributes without layer numbers, and the shapes of the arguments.
+    classes, tensor shapes and plain attributes, and the shapes of the arguments. Attributes that contain the layer's
+    number are left out.
     """
     settings = {name: _settings(model.get_submodule(name)) for name in units}
     numbering = _numbering(model, settings)

@@ -127,7 +127,7 @@ class Plan:
     """Modules that run in tiles of tokens; None: not configured."""
 
     def grid(self, rank: int) -> Grid:
-        """Returns the grid of all ranks with the coordinates of ``rank`` on each axis."""
+        """Returns the grid of all ranks as ``rank`` sees it: ``coord()`` returns this rank's coordinates."""
         return self.config.grid(rank)
 
     def layout(self, coord: Coord) -> FlatLayout:

@@ -132,8 +132,8 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
 def wrong_outside_blocks(
     plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
 ) -> tuple[str, ...]:
-    """Returns the names of layers outside the model's blocks that make the forward of ``plan`` fail if they are
-    sharded.
+    """Returns the names of sharded layers outside the model's blocks; if these stay unsharded, the forward of ``plan``
+    succeeds.
 
     If no such layers are found, returns all sharded layers outside blocks. ``failure``: function that runs a plan's
     forward and returns its error, or None.

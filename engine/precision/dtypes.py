@@ -70,10 +70,12 @@ class Precision:
     """Casts of operands in the model's own code; None: no casts."""
 
     def forward(self, device: torch.device, whole: bool = True) -> AbstractContextManager[Any]:
-        """Returns the context manager for a forward on ``device``, such as torch.autocast, as configured.
+        """Returns the context manager for a forward on ``device``: torch.autocast, casts of operands, or no effect, as
+        configured.
 
         Args:
-            whole: True for a forward of the full model; False for the forward of a pipeline stage.
+            whole: True for a forward of the full model, which finds out if later ones need casts; False for a pipeline
+                stage's.
         """
         if self.operands is not None:
             return self.operands.forward(whole)
@@ -185,11 +187,10 @@ def place_rest(
     absent: Collection[str] = (),
     placed: Collection[str] = (),
 ) -> None:
-    """Moves buffers, and frozen parameters not named in ``absent`` or ``placed``, to ``device`` and casts them to their
-    forward dtype.
+    """Moves buffers and frozen parameters to ``device``, and casts them to their forward dtype.
 
     Args:
-        absent: names of parameters of other pipeline stages, which become placeholders without memory.
+        absent: names of parameters of other pipeline stages, which become placeholders without memory instead.
         placed: names of parameters in flat buckets (tensors of many parameters), which stay unchanged.
     """
     for name, parameter in model.named_parameters():

@@ -22,8 +22,8 @@ Name = str | int
 class BatchRows:
     """Rule for splitting the tensors of a batch into microbatches along dim 0 (rows).
 
-    Tensors named in ``whole`` are not split, nor are tensors with another number of rows than the example (paths
-    ``learnt``).
+    Tensors named in ``whole`` are not split, nor are tensors at the paths ``learnt``, which have another leading dim
+    than the number of rows.
     """
 
     whole: frozenset[Name] = frozenset()
@@ -34,8 +34,8 @@ class BatchRows:
     def of(whole: Name | Sequence[Name], example: Batch, micro: int) -> "BatchRows":
         """Returns the rule for batches like ``example``, a microbatch of ``micro`` rows.
 
-        Tensors in ``whole`` are not split. If some tensors have ``micro`` rows, tensors with other numbers are not
-        split either.
+        Tensors in ``whole`` are not split. Tensors with a leading dim other than ``micro`` are not split either, unless
+        no tensor in ``example`` has leading dim ``micro``.
         """
         leading = {path: tensor.shape[0] for path, tensor in tensors_by_path(example) if tensor.ndim}
         others = {path for path, rows in leading.items() if rows != micro} if micro in leading.values() else ()
@@ -55,11 +55,11 @@ class BatchRows:
     def take_microbatches(self, batch: Batch | Iterator[Batch], micro: int, count: int | None) -> list[Batch]:
         """Returns ``count`` microbatches of ``micro`` rows each, from one batch or an iterator of microbatches.
 
-        With ``count`` None, checks and returns ``batch``, a list of microbatches of any sizes.
+        With ``count`` None, ``batch`` must be a list of microbatches of any sizes; checks and returns it.
 
         Raises:
-            EngineError: a tensor has a wrong number of rows, the batch has no tensors, an iterable is not an iterator,
-                or an iterator ends before ``count`` items.
+            EngineError: a tensor has a wrong number of rows, a batch has no tensors, ``batch`` has a wrong type, or an
+                iterator ends before ``count`` items.
         """
         if count is None:
             return self._listed(batch)

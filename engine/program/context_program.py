@@ -108,8 +108,8 @@ class ContextProgram(Program):
             )
 
     def keeps_positions(self, trace: ModelTrace) -> bool:
-        """Returns True if every sharded tensor between modules of ``trace`` has the same positions on each rank as the
-        batch.
+        """Returns True if, on each rank, all sharded tensors between modules of ``trace`` have the sequence positions
+        of this rank's part of the batch.
         """
         last = max((call.event for call in trace.calls), default=0)
         specs = [call.output.spec for call in trace.calls]
@@ -117,10 +117,12 @@ class ContextProgram(Program):
         return all(self._sequences.is_plain(sets) for spec in specs for sets in _sets_in(spec, self._sequences))
 
     def check_trace(self, trace: ModelTrace) -> None:
-        """Checks that tensors between modules of the traced forward ``trace`` are sharded at the batch's positions.
+        """Checks that, on each rank, tensors between modules of the traced forward ``trace`` have the sequence
+        positions of this rank's part of the batch. Does nothing unless packed documents are divided by work
+        (``plan.by_work``).
 
         Raises:
-            EngineError: a tensor has other positions, and packed documents are divided by work (``plan.by_work``).
+            EngineError: a tensor has other positions.
         """
         if self.plan.by_work and not self.keeps_positions(trace):
             raise EngineError(
@@ -208,7 +210,9 @@ def with_context(
 
 
 def gather_sequences(output: Any) -> Any:
-    """Returns ``output`` with every tensor that is sharded along positions gathered."""
+    """Gathers every tensor in ``output`` that is sharded along sequence positions; returns ``output`` with full
+    tensors.
+    """
     return map_leaves(_plain, output)
 
 

@@ -120,7 +120,7 @@ def _number(value: Any, name: str, by: str) -> Tensor | float:
 def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:
     """Converts a 0-dim loss (weight 1) or a pair (sum, weight) to a :class:`WeightedLoss`.
 
-    ``what``: subject of errors; ``{}`` becomes the value's name.
+    ``what``: subject of error texts; ``{}`` in it becomes "loss", "sum" or "weight".
 
     Raises:
         EngineError: ``found`` is neither a loss nor a pair.

@@ -28,7 +28,8 @@ _NOTE = "takes the experts of each row from the batch, if it has them (router_re
 
 
 class RouterReplay:
-    """Replayer and recorder of routers' expert choices; a replay takes them from the batch's entry ``routed_experts``.
+    """Replayer and recorder of routers' expert choices. It replays the batch's entry ``routed_experts``, if there is
+    one, and records choices in the context of :meth:`recording`.
 
     Args:
         routers: routers of the model in order, each with the index of its layer.
@@ -99,7 +100,7 @@ class RouterReplay:
 
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
-        """Returns a context for the forward of ``batch``, in which routers use its ``routed_experts``."""
+        """Returns a context for the forward of ``batch``, in which routers use its ``routed_experts``, if any."""
         if self._traces:
             yield
             return
@@ -131,13 +132,13 @@ class RouterReplay:
         self._now, self._waiting = self._entry(batch), []
 
     def end_backward(self) -> None:
-        """Clears the list of forwards since the last backward."""
+        """Clears the list of forwards that await a backward, which serves to refuse ambiguous recomputation."""
         self._waiting = []
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a function that opens a context for recomputing a block of the present forward.
+        """Returns a function that opens a context for recomputing a block of the forward that runs now.
 
-        Routers in it use this forward's ``routed_experts``, and nothing is recorded.
+        In the context, routers use this forward's ``routed_experts``, and nothing is recorded.
         """
         now = self._now
 
@@ -222,7 +223,8 @@ class RouterReplay:
         """Returns, on every rank, the routers' choices that all pipeline stages have recorded.
 
         The result is int32 [``rows``, positions, layers with routers, experts per token]. ``recorded``: this rank's
-        choices by router name, from :meth:`recording`. Makes two all-reduces over pp, label "routing".
+        choices by router name from :meth:`recording`, one tensor per microbatch, to be concatenated. ``rows``: rows of
+        the batch. Makes two all-reduces over pp, label "routing".
         """
         positions = torch.tensor([each.shape[1] for found in recorded.values() for each in found[:1]][:1] or [0])
         positions = positions.to(device)

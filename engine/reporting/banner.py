@@ -39,7 +39,7 @@ from engine.precision.loss_scaler import make_loss_scale
 def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None) -> str:
     """Returns the startup banner, with one line for each topic, such as grid of ranks, batch and precision.
 
-    Bytes of state and traffic are of rank 0.
+    The lines about bytes of state and bytes sent describe rank 0.
 
     Args:
         plan: plan of the run; its notes become the last lines.
@@ -307,7 +307,8 @@ def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> d
 def reasons_table(reasons: Sequence[Reason]) -> str:
     """Returns a text table that explains a tensor-parallel plan, one line per group of layers.
 
-    A line has name pattern, sharding style, strategy (such as "local"), reason, and the MB that stay replicated.
+    A line has a name pattern with its sharding style (such as "column"), a method of execution (such as "local"), the
+    reason, and the MB that stay replicated.
     """
     hows = [reason.how for reason in reasons]
     counts = ", ".join(f"{hows.count(how)} {how}" for how in dict.fromkeys(hows))

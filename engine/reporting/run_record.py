@@ -57,7 +57,8 @@ class RunRecord:
         self._in_steps, self._attempts, self._stopped = 0.0, 0, False
 
     def take(self, report: StepReport, sent: Tally, due: bool) -> None:
-        """Counts a training step, and if ``due``, updates this rank's ``rank-N.json`` and rank 0's ``steps.jsonl``.
+        """Counts a training step. If ``due``, this rank replaces its ``rank-N.json``, and rank 0 also appends to
+        ``steps.jsonl``.
 
         After a failed write, it warns and writes no further files.
 
@@ -192,7 +193,7 @@ class StepProfile:
     Collectives and messages come from the flight recorder, which has only the 512 newest events; older ones are
     counted as lost.
 
-    step A - 1   stores the position in the flight recorder
+    step A - 1   notes the newest event in the flight recorder; the trace has only later events
     step A       aligns clocks: time 0 is the end of an all-reduce of 4 bytes over the world, label "profile clock"
     A .. B       after each step: reads the flight recorder, and writes the whole trace file again
 
@@ -234,7 +235,7 @@ class StepProfile:
         self._entered = time.monotonic_ns()
 
     def close(self) -> None:
-        """Closes the flight recorder's file; the written trace stays."""
+        """Closes this writer's handle of the flight recorder's file; the recorder and the written trace stay."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -185,7 +185,8 @@ class StepReporter:
         """Reports a training step to sinks, callbacks, and the recorders of ``monitor.report`` and ``monitor.profile``;
         returns the report.
 
-        Sinks receive every ``monitor.every``-th step, this reporter's first step, and skipped steps.
+        Sinks receive every ``monitor.every``-th step, this reporter's first step, and each step without an update of
+        weights (``report.skipped``).
 
         Args:
             step: state of the step on this rank.

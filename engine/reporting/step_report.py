@@ -158,7 +158,8 @@ def utilisation(
     Unknown values are None.
 
     Args:
-        parameter_tokens: number of parameters times the number of tokens per rank in ``seconds``; None: unknown.
+        parameter_tokens: number of the model's parameters times the number of tokens per rank; None: unknown.
+        seconds: time in which these tokens were trained.
     """
     if parameter_tokens is None:
         return None, None

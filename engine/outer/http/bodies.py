@@ -55,7 +55,7 @@ class BodyKey:
 
 @dataclass(frozen=True, slots=True)
 class BodyRange:
-    """Position of a range of bytes in a body (push payload or initial weights), and hashes of both."""
+    """Position of a range of bytes in a body (push payload or initial weights), and hashes of range and body."""
 
     offset: int
     total: int
@@ -158,7 +158,7 @@ class _Upload:
 
 @dataclass(slots=True)
 class Uploads:
-    """Payloads of pushes and of initial weights (bodies) that a store receives in ranges of bytes.
+    """Bodies (payloads of pushes, and initial weights) that a store receives in ranges of bytes.
 
     Each rank of a site sends one body at a time for each fragment (group of tensors).
     """
@@ -167,8 +167,8 @@ class Uploads:
     finished: dict[tuple[int, int, int], tuple[BodyKey, str, Arrived]] = field(default_factory=dict)
 
     def arrived(self, key: BodyKey, whole: str) -> Arrived:
-        """Returns the number of arrived bytes of the body ``key`` (payload of a push or initial weights), and the
-        push's state once the body is complete.
+        """Returns the number of arrived bytes of the body ``key`` (payload of a push or initial weights). The result's
+        state is None until the whole body is stored.
 
         Args:
             whole: hash of the whole body; an upload that began with another hash counts as 0 bytes.
@@ -221,8 +221,8 @@ class Uploads:
         return upload.data
 
     def finish(self, key: BodyKey, whole: str, result: Arrived) -> None:
-        """Removes the complete payload identified by ``key``, with hash ``whole``; stores ``result`` as the reply if
-        the site sends it again.
+        """Removes the complete payload identified by ``key``, with hash ``whole``; stores ``result``, which is then the
+        reply to repeated uploads of the same payload.
         """
         self.drop(key)
         self.finished[key.place] = key, whole, result

@@ -229,7 +229,8 @@ class StoreConnection:
         """Downloads merged weights range by range, fp32 [elements]. Resumes interrupted downloads.
 
         Args:
-            where: query of the request: "life", "rank", "fragment" and "version", each with its number.
+            where: query of the request: numbers by the names "life" (run of the site), "rank", "fragment" and
+                "version".
 
         Raises:
             StoreRefusedError: the store refuses the request, or the weights have arrived damaged 4 times.
@@ -257,11 +258,12 @@ class StoreConnection:
         return _source(response), part
 
     def read(self, path: str, call: object) -> bytearray:
-        """Posts ``call`` as JSON to ``path`` and returns the bytes of the reply, incomplete if the connection breaks.
+        """Posts ``call`` as JSON to ``path`` and returns the bytes of the reply; only the first bytes if the network
+        fails within the reply.
 
         Raises:
             StoreRefusedError: the store refuses the request.
-            GridError: the store does not answer in time, or the connection is closed.
+            GridError: no reply begins in time, or ``close`` was called.
         """
         content = dump_json(call)
         return self.repeat(lambda: self._streamed("POST", path, content=content)[1])
@@ -318,7 +320,7 @@ class BoundedConnection(StoreConnection):
     """Store connection with a timeout for each attempt, for a peer that may never reply."""
 
     def limit(self, seconds: float) -> None:
-        """Sets a deadline ``seconds`` from now, after which requests are not repeated, and the timeout of each attempt.
+        """Sets the timeout of each attempt, and a deadline ``seconds`` from now, after which requests are not repeated.
 
         The timeout is ``seconds``, clamped to the range from 0.1 to 60.
         """

@@ -119,8 +119,8 @@ class HttpLink:
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
         """Sends this rank's initial weights of ``fragment`` to the fragment's store.
 
-        ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes]. With several stores, raises
-        no error if the store takes another site's initial weights instead.
+        ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes]. If the store takes another
+        site's initial weights instead, raises StoreRefusedError with one store, and no error with several.
         """
         number = self._number(fragment)
         own = self._life(life, number)
@@ -135,7 +135,7 @@ class HttpLink:
                 raise
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Sends ``body``, this rank's encoded values of a push, to the fragment's store.
+        """Sends ``body``, this rank's encoded values of a push, to the store of the fragment in ``meta.key``.
 
         Returns the state of the push once ``body`` is on the store's disk.
 
@@ -180,10 +180,10 @@ class HttpLink:
         return self._stores[number].receive(where)
 
     def renew(self, life: int) -> None:
-        """Renews the site's lease on every store that answers. When a lease ends, the store counts the site as lost.
+        """Renews the site's lease on every store. When a lease ends, the store counts the site as lost.
 
         Raises:
-            GridError: a store does not answer this request, or a request of another thread.
+            GridError: after all stores were asked, if one of them does not answer this request or another thread's.
         """
         silent: GridError | None = None
         for number, store in enumerate(self._stores):

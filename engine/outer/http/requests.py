@@ -109,7 +109,8 @@ class LifeCall:
 class OfferCall:
     """Request for the newest version of ``fragment`` that a training site may download.
 
-    ``asked`` numbers the requests of the run ``life``; a request repeated with the same number receives the same offer.
+    ``asked`` is the sequence number of the request in the run ``life``; a request repeated with the same number
+    receives the same offer.
     """
 
     life: int

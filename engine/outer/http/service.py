@@ -45,7 +45,7 @@ def check_host(host: str, token: str) -> None:
 class StoreService(HostedApplication):
     """HTTP server for ``store`` on the socket ``listening``; it also calls ``Store.tick`` periodically.
 
-    ``token``: secret of requests, or "".
+    ``token``: secret that requests must carry; "": they need none.
     """
 
     def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
@@ -67,7 +67,7 @@ class StoreService(HostedApplication):
 def serve_store(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
     """Serves ``store`` on the socket ``listening`` until SIGTERM or SIGINT; calls ``ready`` once the server listens.
 
-    ``token``: secret of requests, or "".
+    ``token``: secret that requests must carry; "": they need none.
     """
     run_until_signal(StoreService(store, token, listening), ready)
 

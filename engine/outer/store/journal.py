@@ -59,7 +59,8 @@ def read_body(folder: Path, name: str) -> Tensor:
 
 
 class Journal:
-    """Journal of a store in a folder: one file of events, and one for each rank's push or initial weights.
+    """Journal of a store in a folder: one file of events, and one file for each rank's part of a push and for each
+    rank's initial weights of a fragment.
 
     Raises:
         CheckpointError: another process has the journal open.

@@ -69,7 +69,9 @@ class Life:
 
 @dataclass(slots=True)
 class Members:
-    """All runs of training sites (lives) by number, and each site's count of data rows in merged pushes."""
+    """All runs (lives) of training sites by number, and data rows that each site has trained up to its last merged
+    push.
+    """
 
     lives: dict[int, Life] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
@@ -83,9 +85,10 @@ class Members:
         return len({life.site for life in self.lives.values()})
 
     def minimum_clock(self, fragment: int, apart: Life | None = None) -> int | None:
-        """Returns the lowest clock (number of merged pushes) of a live site in ``fragment``; None if there is no site.
+        """Returns the lowest clock (number of merged pushes of ``fragment``) of all live runs of sites; None without
+        live runs.
 
-        Leaves out the run ``apart``.
+        ``apart``: run that is left out.
         """
         clocks = (life.progress[fragment].clock for life in self.live() if life is not apart)
         return min(clocks, default=None)

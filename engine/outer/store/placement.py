@@ -68,7 +68,7 @@ class FlatTensors:
         return flats[place.group][place.start : place.stop].view(place.shape)
 
     def own(self, pieces: Iterable[NamedPiece]) -> Iterator[NamedPiece]:
-        """Yields the entries of ``pieces`` (ranges of elements) for tensors in ``places``."""
+        """Yields the entries of ``pieces`` (ranges of elements) that belong to tensors of this object."""
         return (each for each in pieces if each.name in self.places)
 
     def message_bytes(self, layout: RankLayout, codec: DeltaCodec) -> int:

@@ -51,7 +51,8 @@ def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
 def check_model(site: int, model: Event, known: Event) -> None:
     """Refuses training site number ``site`` if its model differs from the first site's.
 
-    Compares tensors, parameter groups, and frozen parameters and buffers; ignores frozen values with different dtypes.
+    Compares tensors, parameter groups, and frozen parameters and buffers. Does not compare a frozen value that has
+    different dtypes on the two sites.
 
     Args:
         model: model of this site, a result of ``model_record``.

@@ -46,7 +46,7 @@ def apply_stored(state: StoreState, folder: Path, event: Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Result of the replay of a store's journal."""
+    """Result of the replay of a store's journal: number of reproduced merges, and the first merge that differs."""
 
     merges: int
     """Merges with the bits that the journal says."""
@@ -60,8 +60,8 @@ def replay(folder: str | Path) -> Replayed:
     """Recomputes every merge of the store's journal in ``folder``, and compares the new weights with the journal's
     hashes.
 
-    Stops at the first difference. The store must have retained all pushes (``Store(keep=True)``). Changes nothing in
-    the folder.
+    Stops at the first difference, which the result's ``difference`` describes. The store must have retained all pushes
+    (``Store(keep=True)``). Changes nothing in the folder.
 
     Raises:
         CheckpointError: there is no journal, it is damaged, or a push is missing.

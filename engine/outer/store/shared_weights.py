@@ -59,7 +59,7 @@ class SharedWeights:
         self._moved = [0, 0]
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Registers a new run of a site with a file in ``outer.folder``; the reply's ``life`` is the run's number.
+        """Creates a file in ``outer.folder`` to register a new run of a site; the reply's ``life`` is the run's number.
 
         The first call for a folder also writes the model's tensor names and shapes there, and its reply asks the site
         for initial weights (``seeds`` = True).

@@ -31,7 +31,7 @@ _LARGEST = 1 << 46
 def write_snapshot(folder: Path, state: StoreState, position: int) -> None:
     """Writes a snapshot of ``state`` to ``folder``, and removes earlier snapshots.
 
-    ``position``: offset in the journal of the end of the last event applied to ``state``.
+    ``position``: size of the journal in bytes up to and including the last event applied to ``state``.
     """
     files, tensors = Files(), _tensors(state)
     path = folder / f"{_PREFIX}{position:012d}"

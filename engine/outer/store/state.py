@@ -202,7 +202,9 @@ class StoreState:
         return self.now + float(self.settings["lease"])
 
     def renew(self, life: Life) -> None:
-        """Renews the lease of ``life``, a run of a training site, from the time of the current event."""
+        """Renews the lease of ``life``, a run of a training site: it ends ``settings["lease"]`` seconds after
+        ``self.now``.
+        """
         life.expires = self._lease()
 
     def _change(self, life: Life, kind: str) -> None:
@@ -240,7 +242,9 @@ class StoreState:
         return max([self.members.rows.get(site, 0), *waiting])
 
     def restart(self, now: float) -> None:
-        """Resets all leases, and the arrival times of waiting pushes, to ``now`` (seconds) after a restart."""
+        """Begins all leases anew at the time ``now`` (seconds) after a restart; sets arrival times of waiting pushes to
+        ``now``.
+        """
         self.now = now
         for life in self.members.lives.values():
             self.renew(life)
@@ -341,7 +345,9 @@ class StoreState:
                 del fragment.versions[number]
 
     def offer_of(self, life: Life, fragment: FragmentState, version: int) -> Offer:
-        """Returns the offer of the retained ``version`` of ``fragment`` to ``life``, a run of a training site."""
+        """Returns a new :class:`Offer` to ``life``, a run of a training site: the retained version number ``version``
+        of ``fragment``.
+        """
         own, made = life.progress[fragment.index], fragment.versions[version]
         return Offer(version, own.merged, made.weight, made.loss, made.members, own.staleness)
 

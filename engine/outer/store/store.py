@@ -194,7 +194,7 @@ class Store:
         ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes].
 
         Raises:
-            StoreRefusedError: another run is to send them, their size is wrong, or a value is not finite.
+            StoreRefusedError: the store chose another run to send them, their size is wrong, or a value is not finite.
         """
         with self._request():
             found, part = self._find(life), self._fragment(fragment)
@@ -217,8 +217,8 @@ class Store:
             self._record(event, seed_name(life, fragment, rank), body)
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Stores ``rank``'s part of the push ``meta``, ``share`` and the encoded values ``body``, on disk; returns the
-        push's state.
+        """Stores ``rank``'s part of a push, on disk if there is a folder; returns the push's state. The part consists
+        of ``meta``, ``share`` and the encoded values ``body``.
 
         Raises:
             StoreRefusedError: ``body`` cannot be decoded or has a wrong size, or the push is out of sequence.

@@ -121,14 +121,14 @@ def working_bytes(work: Workload, layout: TrainingLayout, traits: EngineTraits) 
 
 
 def blocks_held(layout: TrainingLayout, blocks: float, microbatches: float) -> float:
-    """Returns the number of (block, microbatch) pairs that have activations on the GPU. If block inputs are on the
-    host, it is at most 2.
+    """Returns the number of (block, microbatch) pairs with activations on the GPU: ``blocks`` of the rank times
+    ``microbatches`` in flight. If block inputs are on the host, it is at most 2.
     """
     return min(2.0, blocks * microbatches) if layout.inputs == "host" else blocks * microbatches
 
 
 def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | None:
-    """Returns the sizes of one block's exchange of expert rows; None if experts are not divided."""
+    """Returns the sizes of one block's exchange of token rows between expert ranks; None if experts are not divided."""
     if layout.ep == 1 or work.experts is None:
         return None
     _, experts, chosen, _ = work.experts
@@ -137,7 +137,9 @@ def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | N
 
 
 def message_buffers(work: Workload, layout: TrainingLayout, stage: StageShare) -> float:
-    """Returns the bytes of a rank's buffers for gathered parameters (ZeRO 3) and exchanged expert rows."""
+    """Returns the bytes of a rank's buffers for gathered parameters (ZeRO 3) and for token rows sent between expert
+    ranks.
+    """
     block = stage_parameters(work, layout, replace(stage, blocks=1, outer_parameters=0.0)).over(layout, sharded=False)
     gathered = 2 * 2 * block if layout.stage == 3 and layout.dp * layout.cp > 1 else 0.0
     exchange = block_exchange(work, layout)
@@ -164,9 +166,10 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
 
 
 def exchange_seconds(work: Workload, layout: TrainingLayout, links: Links) -> tuple[float, float]:
-    """Returns (forward seconds, backward seconds) for exchanged expert rows of one microbatch, over all blocks.
+    """Returns (forward seconds, backward seconds) for sending one microbatch's token rows between expert ranks, over
+    all blocks.
 
-    Assumes even routing. Backward includes the repeated exchange of a recomputed forward.
+    Assumes even routing. With recomputation, the backward also repeats the forward's exchange.
     """
     exchange = block_exchange(work, layout)
     if exchange is None or work.experts is None:

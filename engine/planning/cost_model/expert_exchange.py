@@ -34,7 +34,7 @@ class ExchangedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertExchange:
-    """Sizes of one call of an MoE layer with experts divided among ranks."""
+    """Sizes of the exchange of token rows in one call of an MoE layer with experts divided among ranks."""
 
     experts: int
     chosen: int

@@ -107,8 +107,8 @@ class SharedExpertWork:
         return exchange.mean().gives
 
     def choose(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> tuple[bool, str]:
-        """Returns (cut, reason): True if tensor ranks should shard the experts along their width, and the compared
-        costs.
+        """Returns (cut, reason). ``cut`` is True if tensor ranks should shard the experts along their width; ``reason``
+        is a text with the compared costs.
 
         ``node``: number of GPUs per node.
         """

@@ -41,7 +41,7 @@ class ReachedShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """Rates, memory and links of a GPU type in its usual node."""
+    """Rates and memory of a GPU type, and size and links of a typical node with such GPUs."""
 
     name: str
     memory_bytes: float

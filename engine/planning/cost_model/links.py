@@ -30,7 +30,9 @@ def tensor_groups_cross(tp: int, node: int) -> bool:
 
 
 def placement_picture(grid: Grid, node: int) -> str:
-    """Returns a text table of nodes with ``node`` GPUs: their ranks, and the coordinates on pp, dp, cp and tp."""
+    """Returns a text table with one line per node of ``node`` GPUs: the node's ranks, and the ranks' coordinates on pp,
+    dp, cp and tp.
+    """
     lines = list(_lines(grid, node))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(

@@ -88,9 +88,9 @@ def longest_length(memory_of: Callable[[int], float], limit: float, step: int) -
 
 
 def long_layouts(work: Workload, world: int, node: int) -> Iterator[TrainingLayout]:
-    """Yields layouts of ``world`` ranks that train on one long row per data rank.
+    """Yields all layouts of ``world`` ranks that the model allows, for one long row per data rank.
 
-    ``node``: number of GPUs per node, inside which tensor ranks stay.
+    ``node``: number of GPUs per node; the tensor ranks of a layout are within one node.
     """
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     for cp, tp, pp in product(sizes, sizes, sizes):
@@ -109,8 +109,8 @@ def longest_runs(
 ) -> list[LongestRun]:
     """Returns the longest row that fits in memory for each layout, the longest first.
 
-    ``memory_bytes``: memory of a GPU. ``sample``: function that counts the bytes of a layout's blocks in a run on
-    shapes; None: formulas only. Layouts with counted bytes come before all others.
+    ``memory_bytes``: memory of a GPU. ``sample``: function that counts the bytes of a layout's blocks in a dry run
+    (tensors without data); None: formulas only. Layouts with counted bytes come before all others.
     """
     limit, curves = USABLE * memory_bytes, dict[Hashable, "_BlockCurves"]()
     runs = sorted((_longest(work, layout, limit, None) for layout in layouts), key=_order)

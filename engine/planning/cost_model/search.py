@@ -128,8 +128,8 @@ def _rank(one: LayoutEstimate) -> tuple[float, float]:
 
 
 def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | None:
-    """Returns the estimate in ``result`` for the layout that differs from ``layout`` in the fewest settings; the
-    fastest of several. None without estimates.
+    """Returns the estimate in ``result`` for the layout that differs from ``layout`` in the fewest settings. If several
+    differ equally, returns the fastest; if ``result`` has no estimates, None.
     """
     return min(result.ranked, key=lambda one: (len(changes(layout, one.layout)), one.seconds.total), default=None)
 
@@ -151,7 +151,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[object, object]]:
     """Returns the settings that differ between two layouts: name -> (value in ``before``, value in ``after``).
 
-    Leaves out the number of microbatches if the number of data ranks differs, but not the microbatch size.
+    Leaves out the number of microbatches if the numbers of data ranks differ and the microbatch sizes are equal.
     """
     found: dict[str, tuple[object, object]] = {}
     for name, members in SETTINGS.items():
@@ -174,14 +174,13 @@ sample. None: no sample.
 class LayoutChoice:
     """Iterator over estimates of layouts that probably fit in memory, the fastest first.
 
-    The caller makes a whole plan for each layout and passes the plan's bytes to :meth:`learn`, which corrects later
-    estimates.
+    The caller plans each layout in detail and passes the plan's bytes to :meth:`learn`, which corrects later estimates.
 
     Args:
         ranked: estimates that fit by formulas, the fastest first.
         limit: bytes of a rank that a layout may use.
-        working: function (estimate, fresh) that returns bytes of activations and buffers, or None to use formulas; see
-            :meth:`need`.
+        working: function (estimate, fresh) that returns bytes of activations and buffers, or None to use formulas;
+            ``fresh`` is True if it may run blocks anew to count bytes, see :meth:`need`.
     """
 
     def __init__(self, ranked: Sequence[LayoutEstimate], limit: float, working: Working = lambda *_: None) -> None:
@@ -213,7 +212,7 @@ class LayoutChoice:
     def need(self, one: LayoutEstimate, fresh: bool = False) -> float:
         """Returns the bytes of a rank for the layout of ``one``, corrected by :meth:`learn`.
 
-        ``fresh``: True to allow new runs of blocks on shapes, which count activation bytes.
+        ``fresh``: True to allow new dry runs of blocks (tensors without data), in which activation bytes are counted.
         """
         working = self._factors.get(_held_alike(one.layout), 1.0) * self._known(one, fresh)
         return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)

@@ -143,7 +143,7 @@ _COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """Compute seconds per microbatch and per step of one rank that has the whole model."""
+    """Compute seconds of one rank with the whole model: forward and backward per microbatch, update per step."""
 
     forward: float
     """Forward seconds of a microbatch."""

@@ -95,7 +95,7 @@ class _AttentionByBlocks(TorchFunctionMode):
 
 
 def traced_workload(program: Program, row: Batch) -> Workload:
-    """Returns the sizes and costs of training the model on rows like ``row``, from a run on shapes.
+    """Returns the sizes and costs of training the model on rows like ``row``, counted in a forward on meta tensors.
 
     Raises:
         PlanError: the model cannot be traced.

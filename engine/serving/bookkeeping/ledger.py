@@ -194,7 +194,7 @@ class Ledger:
             )
 
     def append(self, *records: JournalRecord) -> "Future[None]":
-        """Writes records to the journal if there is one; returns a future that is done once they are on disk."""
+        """Writes records to the journal; returns a future, done once they are on disk (without a journal: at once)."""
         if self.journal is None:
             stored: Future[None] = Future()
             stored.set_result(None)
@@ -250,7 +250,7 @@ class Ledger:
             return entry
 
     def watch(self, entry: FutureEntry, listener: Callable[[], None]) -> bool:
-        """Registers ``listener`` for the end of command ``entry``; after that end, returns False instead of True."""
+        """Registers ``listener`` for the end of command ``entry``, and returns True; False if it has ended already."""
         with self._lock:
             if entry.state in (EntryState.DONE, EntryState.FORGOTTEN):
                 return False
@@ -302,7 +302,7 @@ class Ledger:
             return True
 
     def tick(self) -> None:
-        """Ends waiting commands, sessions without heartbeats, and retained forwards, each after its time limit."""
+        """Fails late commands, ends sessions without heartbeats, drops forwards without a backward, by time limits."""
         now = self.clock()
         with self._lock:
             self._drop_retained(self.retained.late(now))
@@ -339,7 +339,7 @@ class Ledger:
     # ---------------------------------------------------------------- results, in the main thread
 
     def finish(self, entry: FutureEntry, result: Result, retained: int = 0) -> None:
-        """Stores a command's result; ``retained``: bytes of graphs retained for backwards, on the fullest rank."""
+        """Stores a command's result; ``retained``: maximum over ranks of the bytes stored for backwards."""
         records = self.on_finish(entry, result)
         if records:
             try:
@@ -396,7 +396,7 @@ class Ledger:
         return is_boundary and is_due and self.journal is not None and not self.is_replaying
 
     def run_internal(self, route: str, command: Command, line: str | None = None) -> None:
-        """Queues a ``command`` of the service before clients' commands; ``route``: its kind; ``line``: model's id."""
+        """Queues a ``command`` of the service before clients' commands, with kind ``route`` and model ``line``."""
         self._internal += 1
         self.queue.put(FutureEntry(f"{route}/{self._internal}", INTERNAL, command, line, route=route))
 
@@ -495,6 +495,6 @@ class Ledger:
             return any(line.would_load(name) for line in self.lines.values())
 
     def note(self, kind: str, name: str, values: Mapping[str, Any]) -> JournalRecord:
-        """Stores JSON ``values`` for HTTP routes in ``notes[kind][name]``; returns a journal record with them."""
+        """Stores JSON ``values`` in ``notes[kind][name]``, in memory; returns the record for :meth:`append`."""
         self.notes.setdefault(kind, {})[name] = values
         return JournalRecord(f"note/{kind}/{name}", values)

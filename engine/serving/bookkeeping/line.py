@@ -127,8 +127,8 @@ def record_of(entry: FutureEntry) -> JournalRecord:
 
 
 def snapshot_record(line: ModelLine, kept: Iterable[FutureEntry]) -> JournalRecord:
-    """Returns the journal's record of a model's newest snapshot, with the results of ``kept``, entries of ended
-    commands.
+    """Returns the journal's record of a model's newest snapshot, with the results of the commands ``kept``, which must
+    have ended.
     """
     bodies, rows = list[bytes](), list[Any]()
     for entry in kept:

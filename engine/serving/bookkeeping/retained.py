@@ -62,7 +62,7 @@ class RetainedForwards:
             raise RequestRefusedError(sentence, 410)
 
     def accept(self, entry: FutureEntry) -> None:
-        """Protects the forward of the accepted backward ``entry`` from being dropped."""
+        """Registers the accepted backward command ``entry``; the forward that it needs is then not dropped."""
         command = entry.command
         if isinstance(command, BackwardTensors) and (own := self._waiting.get(command.ticket)) is not None:
             own.backward = entry
