@@ -78,8 +78,8 @@ class FlatBucket:
 
     @property
     def rounds_in_gathers(self) -> bool:
-        """True if the quantized all-gather after an update also rounds this rank's own parameters to quantized values:
-        the bucket is not sharded and has an fp32 master. The master is not rounded.
+        """True if the quantized all-gather after an update also rounds this rank's own parameters to quantized values.
+        It does if the bucket is not sharded and has an fp32 master, which is not rounded.
         """
         return self.codec is not None and self.wide is not None and not self.sharded
 
@@ -92,7 +92,7 @@ class FlatBucket:
     @property
     def weights(self) -> Tensor:
         """Flat tensor of the weights that the optimizer updates on this rank: the master weights, or the parameters if
-        it has no masters.
+        the bucket has no master weights.
         """
         return self.kept if self.master is None else self.master
 
@@ -105,8 +105,8 @@ class FlatBucket:
 
     def place(self, slot: Slot, given: Tensor) -> None:
         """Copies ``given``, the full values of the parameter with the range ``slot``, into the bucket. This rank's
-        elements go to ``kept`` and the master weights. All elements go to ``params``, unless the bucket is sharded
-        (ZeRO 3).
+        elements go to ``kept`` (its slice of the parameters) and to the master weights. All elements go to ``params``,
+        unless the bucket is sharded (ZeRO 3).
         """
         flat = given.reshape(-1)
         start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)
@@ -153,10 +153,10 @@ class FlatBucket:
 
 
 def lay_apart(tensor: Tensor, storages: Storages) -> None:
-    """Gives ``tensor``, a slice of larger memory, a storage object of only its own bytes, so that a pickle has no other
-    data. Copies nothing.
+    """Gives ``tensor``, a slice of larger memory, its own storage object over only its bytes, so that a pickle has no
+    other data. Copies nothing.
 
-    ``storages``: objects made so far, by (address, bytes); tensors over the same bytes share one.
+    ``storages``: storage objects by (address, bytes). Tensors over the same bytes share one; a new one is added.
     """
     whole, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
@@ -171,8 +171,8 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
 
 
 def storages_of(parameter: nn.Parameter) -> Storages | None:
-    """Returns the parameters' own storage objects, by (address, bytes), for the bucket of ``parameter``. Returns None
-    if the parameter is in no bucket.
+    """Returns the storage objects of single parameters in the bucket of ``parameter``, by (address, bytes). Returns
+    None if the parameter is in no bucket.
     """
     made = vars(parameter).get("__reduce_ex__")
     storages: Storages | None = made.args[1] if isinstance(made, partial) and made.func is _reduce else None
@@ -369,7 +369,8 @@ def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: C
 def norm_parts(buckets: Sequence[FlatBucket]) -> list[tuple[Tensor, bool]]:
     """Returns pairs (gradient slice, counted) for the gradient norm, over this rank's shards of all buckets.
 
-    ``counted`` is False if another rank counts the slice. The slice then affects the norm only if it is not finite.
+    ``counted`` is False if another rank counts the slice. An infinity or NaN in the slice still makes the norm
+    non-finite.
     """
     return [
         (flat.gradient(part), counts and flat.counts)

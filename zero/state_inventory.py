@@ -116,7 +116,7 @@ class HoldsSecondary(Protocol):
 
 
 class Home(Enum):
-    """Memory in which a tensor is stored between two steps."""
+    """Kind of memory in which a tensor is stored between two steps."""
 
     DEVICE = auto()
     """Memory of the accelerator (or CPU) that computes."""
@@ -157,7 +157,7 @@ class StateTensor:
         return self._slot(element)[0]
 
     def place(self, element: int) -> int:
-        """Returns the position of ``element``, an index into this tensor, among the tensor's elements of the same
+        """Returns the position of ``element`` (an index into this tensor) among this tensor's elements of the same
         parameter.
         """
         return element - self._slot(element)[1]

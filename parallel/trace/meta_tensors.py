@@ -115,7 +115,9 @@ class MetaTwins:
         return out
 
     def on_zeros(self, operation: Operation) -> Any:
-        """Runs ``operation`` with zeros in place of tensors without data, and returns the result."""
+        """Runs ``operation`` with zeros on the device in place of parameters and of tensors without data, such as meta
+        tensors. Returns the result, which is not on meta.
+        """
         if operation.is_of_torch and not operation.written:
             try:
                 return self._on_zeros(operation, expanded=True)
@@ -148,8 +150,8 @@ class MetaTwins:
         return map_leaves(twin, out)
 
     def write(self, operation: Operation) -> Tensor:
-        """Returns the meta twin of the tensor that ``operation`` writes in place, with autograd edges to all inputs of
-        the operation. For operations that do not run on meta tensors.
+        """Adds autograd edges from the meta twin of the tensor that ``operation`` writes in place to all inputs of the
+        operation, and returns the twin. Does not run the operation, which meta tensors do not support.
         """
         twin = self.of(operation.written[0])
         inputs = [self.of(tensor) for tensor in operation.tensors]
@@ -192,7 +194,9 @@ _SHAPE_RULES: Mapping[str, Callable[..., Tensor | None]] = MappingProxyType(
 
 
 def cast_like_autocast(device: torch.device, run: Callable[[Any], Any], arguments: Any) -> Any:
-    """Returns ``run(arguments)`` for meta tensors. The results have the dtypes of autocast on ``device``."""
+    """Returns ``run(arguments)`` for meta tensors, with the results cast to the dtypes that the active autocast gives
+    on ``device``.
+    """
     mode = FakeTensorMode()
 
     def fake(leaf: Any) -> Any:
@@ -242,7 +246,9 @@ def is_trained_leaf(tensor: Tensor) -> bool:
 
 
 def depending(made: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Returns ``made`` with autograd edges to the ``inputs`` that require a gradient."""
+    """Returns a new meta tensor like ``made``, with autograd edges to the ``inputs`` that require a gradient; ``made``
+    itself if no edge is needed. A backward raises.
+    """
     graded = [tensor for tensor in inputs if tensor.requires_grad]
     if not (graded and torch.is_grad_enabled() and (made.is_floating_point() or made.is_complex())):
         return made

@@ -64,7 +64,9 @@ Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
 
 
 class Sample(NamedTuple):
-    """Entry in the recorded arguments of a call, in place of a parameter or of a tensor that depends on parameters."""
+    """Description (source, shape, dtype) in the recorded arguments of a call, in place of a parameter or of a tensor
+    that depends on parameters.
+    """
 
     source: int | str
     """Number of the traced value, or name of the parameter."""
@@ -147,7 +149,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Record of one call of a unit: a block, or another outermost module with parameters."""
+    """Record of one call of a unit, which is a block, or an outermost module with parameters outside all blocks."""
 
     unit: str
     event: int

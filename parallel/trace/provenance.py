@@ -53,7 +53,9 @@ class ValueSource:
 
 
 class UncutPath(NamedTuple):
-    """Code between a model's blocks that runs on one pipeline stage, but cannot be divided over several stages."""
+    """Code between a model's blocks that works only without pipeline parallelism, because it cannot be divided over
+    stages.
+    """
 
     sentence: str
     """Reason and remedy, a whole sentence."""

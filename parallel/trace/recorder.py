@@ -73,7 +73,9 @@ class Recorder(TorchFunctionMode):
 
     @property
     def on_zeros(self) -> tuple[OnZeros, ...]:
-        """Operations that ran on zeros because they do not run on meta tensors, once per line of code."""
+        """Operations that ran on zeros because they do not run on meta tensors. Has one entry per operation and line of
+        code.
+        """
         return tuple(OnZeros(name, where, why) for (name, where), why in self._on_zeros.items())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -120,7 +120,9 @@ _DIFFERENTIATES = frozenset(("backward", "grad"))
 
 
 class WrapperTensor(torch.Tensor):
-    """Base of tensor subclasses that store a local shard and run torch functions on it by rules."""
+    """Base of tensor subclasses that store a local shard. Subclasses implement torch functions on wrappers in
+    ``__torch_function__``.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -201,7 +203,7 @@ class Operation:
 
     @property
     def asks_for_the_object(self) -> bool:
-        """True if the result depends on the tensor object or its memory, such as ``data_ptr``, not on elements."""
+        """True if the operation, such as ``data_ptr``, asks for the tensor object or its memory, not for elements."""
         return self.name in _OF_THE_OBJECT
 
     @property
@@ -218,7 +220,9 @@ class Operation:
 
     @property
     def is_random(self) -> bool:
-        """True if the operation may draw random numbers and has a tensor argument, such as dropout or ``normal_``."""
+        """True if the operation, such as dropout or ``normal_``, takes a tensor and can draw random numbers. Also True
+        for dropout in evaluation.
+        """
         dropout_p = self.args[4:5] if self.name == "scaled_dot_product_attention" else ()
         share = max(self.kwargs.get("dropout_p", 0.0), *dropout_p, 0.0)
         return self.name in _RANDOM or "dropout" in self.name or share > 0.0
@@ -289,8 +293,8 @@ def user_place() -> str:
 
 @contextmanager
 def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Passes every ``autograd.Function.apply``, which torch function modes do not see, to the callback ``show(function,
-    args, kwargs)`` inside the context.
+    """Replaces every ``autograd.Function.apply``, which torch function modes do not see, by the callback
+    ``show(function, args, kwargs)`` inside the context. The call returns the callback's result.
     """
     original = torch.autograd.Function.__dict__["apply"]
     # modules that torch imports meanwhile keep this ``apply``, which afterwards must show nothing and keep nothing

@@ -50,7 +50,7 @@ def trace_model(
         units: modules to record as one call each; default: the units of ``find_units``, divided further as ``stages``
             require.
         stages: number of pipeline stages. If the model has fewer blocks, ModuleLists and Sequentials inside blocks are
-            divided too, then lists of modules of different classes.
+            divided too. If blocks are still too few, lists of modules of different classes are divided as well.
         device: device of the tensors that the model's code sees; default: the parameters' device, or the CPU if all are
             on meta.
         material: object that receives arguments and memory of the calls, for measurements.

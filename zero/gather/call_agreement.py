@@ -48,7 +48,7 @@ class Said:
 
 class GatherRounds:
     """Agreement of data ranks on unplanned parameter gathers (ZeRO 3). Each round is one all-gather in host memory,
-    label "gather round".
+    with the label "gather round".
 
     ``buckets``: number of buckets, the same on all ranks.
     """
@@ -108,7 +108,9 @@ class PassCalls:
             self._positions.append(position)
 
     def compare(self, last: Sequence[Said]) -> None:
-        """Sets ``unequal`` to True if the messages ``last`` of all ranks have different digests of module calls."""
+        """Sets ``unequal`` to True if the digests of module calls differ in ``last``, the messages of all ranks. Never
+        resets it.
+        """
         self.unequal = self.unequal or len({said.calls for said in last}) > 1
 
     @property
@@ -118,8 +120,8 @@ class PassCalls:
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions in the gather order that a backward, in reverse order of the calls, reaches after the same or a
-        lower position. Their parameters may have been freed by then.
+        """Positions in the gather order that a backward, running through the calls in reverse, reaches after it has
+        reached the same or a lower position. Parameters of these modules may have been freed by then.
         """
         again, lowest = set(), None
         for position in reversed(self._positions):

@@ -59,7 +59,7 @@ def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
 
 def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:
     """Rounds the initial parameters by a quantized all-gather, so that a new run has the same weights as a resumed one.
-    All-gathers each bucket with ``rounds_in_gathers``.
+    All-gathers the buckets for which ``rounds_in_gathers`` is True.
     """
     for flat in buckets:
         if flat.rounds_in_gathers:
@@ -67,6 +67,8 @@ def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 
 
 def with_codecs(buckets: Sequence[FlatBucket], formats: WireFormats, kernels: Kernels) -> tuple[FlatBucket, ...]:
-    """Returns the buckets, with a weight codec added to each bucket that ``formats`` gathers quantized."""
+    """Returns the buckets, with a weight codec added to each bucket for which ``formats`` selects quantized
+    all-gathers.
+    """
     found = [(flat, formats.of_weights(flat.bucket)) for flat in buckets]
     return tuple(flat if wire is None else replace(flat, codec=BlockCodec(wire, kernels)) for flat, wire in found)

@@ -49,8 +49,8 @@ class HeldPart:
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
-        """Stores in ``values`` the elements of ``written`` that differ from :meth:`given`, after a division by
-        ``factor``. Returns True if any differs. Synchronizes the device.
+        """Compares ``written`` with :meth:`given`, and stores changed elements, divided by ``factor``, in ``values``.
+        Returns True if any differs. Synchronizes the device.
         """
         written = written.to(self.values.device)
         changed = written != self.given()
@@ -199,7 +199,8 @@ def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], ca
 
     Args:
         written: name of the first parameter of each gathered bucket -> digest of the bucket's values.
-        axes: name of the first parameter of each bucket -> axis of the ranks with the bucket's parameters.
+        axes: name of the first parameter of each bucket -> axis of the ranks on which its gathered values must be
+            equal.
         call: name of the public method, for the message.
 
     Raises:

@@ -84,7 +84,8 @@ def _grouped(units: Sequence[str], blocks: set[str]) -> list[list[str]]:
 class GatheredModules:
     """Patches that gather the sharded parameters of this rank's modules before each call of their ``forward``.
 
-    They enclose activation checkpointing, so that recomputation in backward gathers a block once.
+    They enclose activation checkpointing, so recomputation in backward does not gather a module's parameters a second
+    time.
     """
 
     def __init__(

@@ -72,8 +72,8 @@ class ParameterGatherer:
         order: order in which buckets are needed.
         pinned: buckets that stay gathered over all passes (forwards and backwards) of a step. None: all buckets,
             gathered before the first pass; the number of passes may then differ between data ranks.
-        comm: all-gathers over dp, label "parameters", one batch for each group of modules in each pass.
-        start: callback that begins a backward, for a gradient that arrives outside a pass.
+        comm: sends all-gathers over dp, label "parameters", one batch for each group of modules in each pass.
+        start: callback that begins an engine backward, called if a gradient arrives outside a pass.
         within: buckets with secondary shards (ZeRO++ hpZ), gathered once over dp, then within nodes.
     """
 
@@ -194,7 +194,7 @@ class ParameterGatherer:
             self._whole.settle()
 
     def unequal(self, stage: int, microbatch: int) -> bool:
-        """Returns True if data ranks called different modules in the forward of ``microbatch`` in ``stage``."""
+        """Returns True if data ranks made different module calls in this forward of the stage. Sends nothing."""
         calls = self._calls_of.get((stage, microbatch))
         return calls is not None and calls.unequal
 
@@ -257,11 +257,11 @@ class ParameterGatherer:
                 (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
     def around(self, group: int | None) -> AbstractContextManager[bool]:
-        """Returns the context of one module call; it yields True for the outermost call outside a pass (forward or
-        backward of the engine). ``group``: the module's gather group; None for a module that contains groups.
+        """Returns the context of a call of a module in gather group ``group`` (None: a module that contains groups).
 
-        Outside a pass, the context gathers the module's buckets, and frees them at its end. A call inside autograd's
-        backward, such as recomputation, starts a pass instead.
+        Outside a pass (forward or backward of the engine), the context gathers the module's buckets, yields True for
+        the outermost call, and frees the buckets at its end. A call inside autograd's backward, such as recomputation,
+        first starts a pass. Inside a pass, the context only yields False.
         """
         if self._pass is None and torch._C._current_graph_task_id() != -1:
             self._start_backward()

@@ -27,8 +27,8 @@ class LeftBucket:
 
 
 def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
-    """Records in each parameter of ``buckets`` its bucket and the ranks with its shards, for a later
-    :func:`make_whole`.
+    """Records in each parameter of ``buckets`` the bucket that contains it and the ranks with shards of that bucket,
+    for a later :func:`make_whole`.
 
     Does nothing with several tensor or pipeline ranks; such models stay sharded.
     """

@@ -40,8 +40,8 @@ class ShardArrival:
         self._copied = copied
 
     def before(self, gather: Pending) -> Pending:
-        """Returns the handle to wait for: ``gather`` (of the all-gathers), or with one data rank a handle of the
-        copies.
+        """Returns the handle that a reader of the parameters waits for: ``gather``, the handle of the all-gathers, or
+        with one data rank (no all-gathers) a handle of the copies.
         """
         return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
 
@@ -60,10 +60,11 @@ class ShardSource:
         """After the newest copy that the host has not waited for."""
 
     def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> AbstractContextManager[ShardArrival]:
-        """Copies the shards of ``flats`` in host memory to the device, into the memory of the full parameters. The
+        """Copies the shards of ``flats`` that are in host memory into the full parameters' memory on the device. The
         caller starts the all-gathers inside the context.
 
-        ``beside``: True to run on a side stream, overlapped with compute; must be False for quantized shards.
+        ``beside``: True to run copies and all-gathers on a side stream, overlapped with compute; must be False for
+        quantized shards.
         """
         hosted = [flat for flat in flats if flat.kept_on_host] if self._hosts else []
         return self._copying(hosted, beside) if hosted else nullcontext(ShardArrival(None))
@@ -209,8 +210,8 @@ class UnshardedBuckets:
         """Gathers the buckets ``indices`` again, because another data rank needs them. All data ranks must pass the
         same ``indices``.
 
-        Afterwards, the buckets in ``wanted``, and the buckets that were readable before, are readable. Other buckets
-        that had no memory before are freed.
+        Afterwards, the buckets in ``wanted``, and the buckets in ``indices`` that were readable before, are readable.
+        The rest of ``indices`` is freed, except buckets that had memory before.
         """
         live, shown = indices & self.live, self._shown(indices)
         self.refuse_written(indices)
@@ -269,8 +270,8 @@ class UnshardedBuckets:
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
         """Frees the memory of the full parameters of the buckets ``indices``; their parameters are then not readable.
 
-        ``leave``: True if other tensors that share this memory may continue to use it; False to free it even if
-        autograd refers to it.
+        ``leave``: True to leave the memory to other tensors that still share it; False to free it even if autograd
+        refers to it.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()

@@ -61,8 +61,8 @@ class DiskCalls:
     """System calls on files, as methods, so that tests can replace them by failing ones."""
 
     def open(self, path: Path) -> tuple[int, bool]:
-        """Creates a file for reading and writing, with O_DIRECT if the file system supports it. Returns (descriptor,
-        True if the I/O is direct).
+        """Creates the file ``path``, or empties an existing one, for reading and writing, with O_DIRECT if the file
+        system supports it. Returns (descriptor, True if the I/O is direct).
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
@@ -270,7 +270,7 @@ class MomentBuffers:
 
     @property
     def spare(self) -> bool:
-        """True if ``take`` can return a page: a free page, or a page from ``give_back`` after its write has ended."""
+        """True if ``take`` can return a page: a free one, or one from ``give_back`` after a wait for its write."""
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:

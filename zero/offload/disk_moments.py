@@ -126,7 +126,9 @@ class BucketFiles:
         self._version = 0
 
     def fits(self, found: Sequence[FoundMoment]) -> bool:
-        """Returns True if the slots (files) have space for exactly the moments ``found``."""
+        """Returns True if the slots (files) are laid out for the moments ``found``: equal tensors, names and dtypes, in
+        order.
+        """
         kinds = [(id(weights), name, moment.dtype) for weights, name, moment in found]
         return [(id(place.weights), place.name, place.dtype) for place in self.places] == kinds
 
@@ -156,7 +158,8 @@ class BucketFiles:
 
     def start_write(self, page: Tensor, state: MomentState, threads: Executor) -> BlocksUnderWay:
         """Copies the moments in ``state`` to the host buffer ``page``, and starts to write it to the slot (file) that
-        is not valid. Returns a handle. ``state`` then has memory-mapped views of this file.
+        is not valid. Returns a handle. Replaces the moments in ``state`` by memory-mapped views of this file, even
+        before the write has ended.
         """
         now = [state[place.weights][place.name] for place in self.places]
         there = [place.of(page) for place in self.places]
@@ -265,7 +268,7 @@ class DiskMoments:
 
     def allows(self, number: int) -> bool:
         """Returns True if the set ``number`` (a bucket's optimizer tensors) may be updated: no disk failure is known.
-        For a set after the last one on disk, first calls the collective :meth:`agree`.
+        If all sets on disk precede ``number``, first calls the collective :meth:`agree`.
         """
         return self._failure is None if number <= self._last else self.agree() is None
 
@@ -333,11 +336,11 @@ class DiskMoments:
         self._end_update()
 
     def refuse_failed(self) -> None:
-        """Raises on all ranks if a disk failure in an earlier update has lost optimizer state. The run can then neither
-        continue nor save.
+        """Raises if a disk failure in an earlier update, on any rank, has lost optimizer state, so that the run can
+        neither continue nor save. Communicates nothing.
 
         Raises:
-            EngineError: a disk has failed during an earlier update.
+            EngineError: optimizer state was lost.
         """
         if self._lost is not None:
             raise EngineError(

@@ -22,7 +22,7 @@ from engine.zero.layout import FlatLayout
 
 
 def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
-    """Returns the indices of the first buckets, up to the one that completes the share ``ratio`` (0 to 1) of trainable
+    """Returns the indices of the first buckets, no more than needed to have the share ``ratio`` (0 to 1) of trainable
     elements.
     """
     chosen: list[int] = []
@@ -64,8 +64,8 @@ class HostCopies:
         self._brought.pop(flat.bucket.index, None)
 
     def forget(self) -> None:
-        """Marks the host's copies of the gradients of all buckets as outdated. The next ``wait`` for each copies them
-        again.
+        """Marks the host's copies of the gradients of all buckets as outdated, so that the next ``wait`` for a bucket
+        copies its gradients again.
         """
         self._brought.clear()
 
@@ -93,8 +93,8 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """Makes the device's current stream wait for the gradient reductions passed to ``follow``. Their copies may
-        still run. The host does not wait.
+        """Makes the device's current stream wait for the gradient reductions passed to ``follow``, but not for the
+        copies of their results to the host. The host does not wait.
         """
         if self._reduced is not None:
             self._reduced.wait()

@@ -65,8 +65,7 @@ class WeightAverage:
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
         """Allocates the averages that a checkpoint load fills, and returns them like ``tensors``. Discards earlier
-        averages. ``stored``: entries of the checkpoint; a parameter without the entry "ema/NAME", with its name as
-        NAME, gets no average.
+        averages. ``stored``: entries of the checkpoint; a parameter NAME without the entry "ema/NAME" gets no average.
         """
         self.forget()
         for place in self._places:

@@ -110,8 +110,8 @@ class RoundedUpdates:
                 yield UpdateRun(part, self.whole.numbers[slot.name], index)
 
     def runs(self, weights: Tensor, step: int) -> Iterator[tuple[slice, StochasticRounding]]:
-        """Yields (slice, rounding) for each parameter in the registered optimizer tensor ``weights``. The rounding has
-        the random seeds of Adam's update number ``step``.
+        """Yields (slice, rounding) for each parameter in the registered optimizer tensor ``weights``. ``step``, the
+        number of the Adam update, determines the random bits of the rounding.
         """
         for slot, begin, end, place in self._slots[weights]:
             if slot.name not in self._lines:

@@ -61,8 +61,8 @@ class CompositeOptimizer(FlatOptimizer):
         return self.rounding.moments if rounded and self.rounding is not None else weight.dtype
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the moments of ``weight`` by name, such as "exp_avg", in its shape. Encoded moments are decoded to
-        copies on ``device`` (default: of ``weight``).
+        """Returns the moments of ``weight`` by name, such as "exp_avg", in the shape of ``weight``. Encoded moments are
+        decoded to copies on ``device`` (default: the device of ``weight``); others are the live tensors.
         """
         return self._part_of(weight).values(weight, device)
 
@@ -71,8 +71,8 @@ class CompositeOptimizer(FlatOptimizer):
         return self._part_of(weight).encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Replaces the moments of ``weight`` by ``values`` (moment name -> tensor), encoded if the optimizer stores
-        them encoded.
+        """Replaces the moments of ``weight`` by ``values`` (moment name -> decoded tensor). Encodes them if the
+        optimizer stores its moments encoded.
         """
         self._part_of(weight).keep(weight, values)
 

@@ -31,7 +31,7 @@ from engine.zero.optim.bf16_updates import RoundedUpdates
 
 class UpdatePiece(NamedTuple):
     """Slice ``part`` of a flat optimizer tensor. ``missed``: number of earlier updates in which the slice's parameters
-    had no gradient. Their step count is smaller by this number.
+    had no gradient. Their step count is the parameter group's minus ``missed``.
     """
 
     part: slice
@@ -84,8 +84,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         return type(self).__name__.removeprefix("Flat")
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the moments of ``weight`` by name, such as "exp_avg", in its shape; {} before the first step. Encoded
-        moments are decoded to copies on ``device`` (default: of ``weight``).
+        """Returns the moments of ``weight`` by name, such as "exp_avg", in the shape of ``weight``; {} before the first
+        step. Encoded moments are decoded to copies on ``device`` (default: the device of ``weight``); others are the
+        live tensors.
         """
         own = self.state.get(weight, {})
         return {name: kept for name, kept in own.items() if isinstance(kept, Tensor) and kept.shape == weight.shape}
@@ -220,8 +221,8 @@ class FusedAdam:
     """Update of bf16 weights with stochastic rounding; None if all weights have masters."""
 
     def moments(self, weights: Tensor) -> torch.dtype:
-        """Returns the dtype of the moments of ``weights``: the dtype of ``weights``, or the configured dtype for bf16
-        weights with stochastic rounding.
+        """Returns the dtype of the moments of ``weights``: the configured dtype for bf16 ``weights`` with stochastic
+        rounding, otherwise the dtype of ``weights``.
         """
         rounded = self.rounding is not None and weights.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weights.dtype

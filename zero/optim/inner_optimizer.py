@@ -48,8 +48,8 @@ def make_inner(
 
 
 def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimizer:
-    """Returns ``inner`` if it is a built-in optimizer. ``key``: configuration key that requires one. ``ability``: verb
-    phrase such as "update bucket by bucket", for the error message.
+    """Returns ``inner`` if it is a built-in optimizer. For the error message, ``key``: configuration key that requires
+    a built-in optimizer; ``ability``: verb phrase such as "update bucket by bucket".
 
     Raises:
         ConfigError: ``inner`` is the user's own optimizer.

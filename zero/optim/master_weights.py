@@ -56,8 +56,8 @@ def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) ->
 
 @torch.no_grad()
 def sync_masters(flat: FlatBucket) -> None:
-    """Copies parameter elements that user code has written since the last update into the fp32 masters of the bucket
-    ``flat``. Waits for the device only if the masters are in host memory.
+    """Updates the fp32 masters of the bucket ``flat`` with the parameter elements that user code has written since the
+    last update. Waits for the device only if the masters are in host memory.
     """
     if flat.master is None:
         return
@@ -113,8 +113,8 @@ def full_weights(
 
 
 def sync_rounded(buckets: Sequence[FlatBucket]) -> None:
-    """Copies parameter elements that user code has written into the fp32 masters, in the buckets with
-    ``rounds_in_gathers``.
+    """Updates the fp32 masters with the parameter elements that user code has written, in buckets with parameters that
+    a quantized all-gather rounds (``rounds_in_gathers``).
     """
     for flat in filter(lambda each: each.rounds_in_gathers, buckets):
         sync_masters(flat)

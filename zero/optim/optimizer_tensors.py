@@ -52,8 +52,8 @@ WholeShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 
 class WholeUpdates(Protocol):
-    """Interface of updates of whole sharded parameters across ranks, as in Muon and Adafactor. They run after the
-    optimizer's step over all buckets.
+    """Interface of updates that need whole parameters although ranks store shards, as in Muon and Adafactor. These
+    updates run after the optimizer's own step has visited all buckets.
     """
 
     @property
@@ -87,7 +87,7 @@ class WholeUpdates(Protocol):
 
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
         """Updates all parameters of this object except ``unused`` ones (without a gradient), in one or more rounds.
-        Yields the names of the updated parameters after each round.
+        Repeatedly yields the names of newly updated parameters, possibly none.
 
         ``missed``: parameter name -> number of earlier updates without a gradient.
         """
@@ -143,8 +143,8 @@ def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mappi
     """Yields slices of the optimizer tensor ``place``. A slice contains adjacent parameters with the same number of
     missed updates.
 
-    Skips the parameters in ``unused``, without a gradient now. ``missed``: parameter name -> number of earlier updates
-    without a gradient.
+    Skips ``unused``, the names of parameters without a gradient in this update. ``missed``: parameter name -> number of
+    earlier updates without a gradient.
     """
     run: UpdatePiece | None = None
     for slot, part in place.slots():
@@ -160,8 +160,8 @@ def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mappi
 
 
 def group_segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (index of the parameter group, slice of the bucket, (number of elements,)) for each run of adjacent
-    elements of one group that this rank updates.
+    """Yields (index of the parameter group, slice of the bucket, shape) for each run of adjacent elements of one group,
+    among the elements that this rank updates. The shape is flat: (number of elements,).
     """
     for segment in flat.bucket.segments(flat.owned):
         yield segment.group, slice(segment.start, segment.stop), (segment.stop - segment.start,)
@@ -174,10 +174,11 @@ def whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, 
 
 
 def parameter_parts(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (index of the parameter group, slice of the bucket, (number of elements,)) for the elements of each
-    parameter that this rank updates.
+    """Yields (index of the parameter group, slice of the bucket, shape) for each parameter with elements that
+    this rank updates. The slice has these elements; the shape is flat: (number of elements,).
 
-    If this rank updates only padding, yields the padding, so that every rank has optimizer state.
+    If this rank updates only padding, yields the padding, as :func:`group_segments` does, so that every rank has
+    optimizer state.
     """
     owned = [(slot, max(slot.start, flat.owned.start), min(slot.stop, flat.owned.stop)) for slot in flat.bucket.slots]
     found = [(slot.group, slice(start, stop), (stop - start,)) for slot, start, stop in owned if start < stop]

@@ -64,11 +64,11 @@ class ShardedOptimizer:
         buckets: the flat buckets of this rank.
         groups: option overrides by group index.
         factory: builds the inner optimizer from torch parameter groups.
-        comm: one all-gather over dp for each bucket and step, label "parameters".
+        comm: sends one all-gather over dp for each bucket and step, label "parameters".
         sharded: True if each data rank updates only its shard (ZeRO 1 and more); at ZeRO 0 every rank updates
             everything.
-        own: True if the inner optimizer is the user's. It then gets one tensor per parameter, at ZeRO 0 in the
-            parameter's shape.
+        own: True if the inner optimizer is the user's. It then gets one tensor per parameter: a flat shard, or at ZeRO
+            0 the whole parameter in its shape.
 
     Raises:
         ConfigError: ``sharded`` is True and the optimizer is not elementwise.

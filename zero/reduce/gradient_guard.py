@@ -146,7 +146,9 @@ class GradientGuard:
         self._drop: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def set(self) -> None:
-        """Guards every trainable parameter, also of other pipeline stages. Skips parameters of user-defined classes."""
+        """Guards every trainable parameter, including placeholders for parameters of other pipeline stages. Skips
+        parameters of user-defined classes.
+        """
         if not self._guarded:
             trained = (p for p in self._parameters if p.requires_grad or id(p) in self._absent)
             self._guarded = [p for p in trained if type(p) in _TAKEN]
@@ -154,8 +156,8 @@ class GradientGuard:
                 parameter.__class__ = _TAKEN[type(parameter)]
 
     def serve(self, drop: Callable[[], None]) -> None:
-        """Sets the callback ``drop``, a bound method that discards the engine's gradients. A ``model.zero_grad`` that
-        :meth:`take_zero_grad` has patched calls it. Stores only a weak reference.
+        """Sets the callback ``drop``, a bound method that discards the engine's gradients. :meth:`take_zero_grad`
+        patches ``model.zero_grad`` to call it. Stores only a weak reference.
         """
         self._drop = weakref.WeakMethod(drop)
 

@@ -70,8 +70,8 @@ class MicrobatchReducer(SharedReduction):
 
     Args:
         setup: arguments that all reducers share.
-        microbatches: usual number of backwards in a step. If a rank runs fewer, as after an error, ``finish`` joins the
-            missing collectives.
+        microbatches: usual number of backwards in a step. If a rank runs fewer, as after an error, ``finish`` runs the
+            missing reduce-scatters with zeros.
     """
 
     def __init__(self, setup: ReducerSetup, microbatches: int) -> None:
@@ -100,8 +100,8 @@ class MicrobatchReducer(SharedReduction):
         """Returns a context that accumulates the gradients of the backward ``which``. Each bucket is reduced once all
         its gradients have arrived.
 
-        In the input-gradient half of a split backward, gradients are only stored. The weight-gradient half adds them to
-        the buckets.
+        In the input-gradient half of a split backward, parameter gradients that already arrive are only stored. The
+        weight-gradient half adds the stored gradients to the buckets.
         """
         self._settle()
         place = which.stage, which.microbatch

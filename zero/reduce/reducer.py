@@ -38,7 +38,7 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
     registered.
 
     Raises:
-        EngineError: another engine trains the parameter, or a hook of the user would find no gradient.
+        EngineError: another engine trains the parameter, or the user registered a hook, which would find no gradient.
     """
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)  # torch leaves it untyped
     if not hooks or len(hooks) <= known:
@@ -60,8 +60,8 @@ class GradientHooks:
     name, gradient) and then clear ``param.grad``.
 
     ``products``: parameter name -> gradient to which matrix products add in place. ``start``: callback for a gradient
-    outside of :meth:`backward`; it may enter that context. If it does not, the gradient stays in ``param.grad``.
-    ``warns``: True to log this once.
+    outside of :meth:`backward`; the callback may enter :meth:`backward`. Otherwise, the gradient stays in
+    ``param.grad``. ``warns``: True to log the first such gradient.
     """
 
     def __init__(
@@ -271,8 +271,8 @@ class Reducer(Protocol):
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Quantization errors of gradient reductions, to be added to the next gradients (error feedback). The key "3.0"
-        names bucket 3 and its first all-to-all.
+        """Quantization errors of gradient reductions, to be added to the next gradients (error feedback). Keys are
+        "BUCKET.HOP": bucket index, and 0 or 1 for the first or second all-to-all.
         """
 
     def found_nonfinite(self) -> bool:
@@ -372,8 +372,8 @@ class SharedReduction:
         self.complete(name)
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """Returns the gradient sum of parameter ``name`` for in-place additions, with a flag: True if it contains a sum
-        already. Returns None if the backward must return a separate gradient tensor.
+        """Returns the memory for the gradient sum of parameter ``name``, for in-place additions, with a flag: False if
+        the memory has no sum yet. Returns None if the backward must return a separate gradient tensor.
 
         ``node``: autograd node of the parameter, or None outside autograd.
         """
@@ -464,8 +464,8 @@ class SharedReduction:
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Quantization errors of gradient reductions: fp32 [shards that this rank encodes, elements of a shard]. The
-        key "3.0" names bucket 3 and its first all-to-all.
+        """Quantization errors of gradient reductions, fp32, with one row per shard that this rank encodes. Keys are
+        "BUCKET.HOP": bucket index, and 0 or 1 for the first or second all-to-all.
         """
         return {
             f"{index}.{hop}": residual

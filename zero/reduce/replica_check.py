@@ -75,8 +75,8 @@ class ReplicaCheck:
 
 
 def overlap(slot: Slot, shard: slice) -> slice:
-    """Returns the bucket elements in both ``slot``, the range of one parameter, and ``shard``; an empty slice if there
-    are none.
+    """Returns the bucket elements that are both in ``slot`` (the range of one parameter) and in ``shard``; an empty
+    slice if there are none.
     """
     start = max(slot.start, shard.start)
     return slice(start, max(start, min(slot.stop, shard.stop)))

@@ -57,8 +57,8 @@ class ReplicaSum:
 def summed_over_replicas(
     inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire
 ) -> tuple[Pending, ReplicaSum]:
-    """Prepares the sum of ``shard`` over ``axis`` after ``inside``, the reduction within the shard group. Sends
-    nothing. ``on_wire``: converts ``shard`` for the all-reduce.
+    """Prepares the sum of ``shard`` over ``axis``, after the reduction within the shard group (handle ``inside``).
+    Sends nothing. ``on_wire``: converts ``shard`` to the dtype of messages; the sum is converted back.
 
     Returns (handle, :class:`ReplicaSum`). The handle's wait completes the reduction and the all-reduce over ``axis``.
     :meth:`ReplicaSum.cross` starts the all-reduce earlier.

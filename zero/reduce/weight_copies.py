@@ -69,7 +69,7 @@ class WeightCopies:
 
     @torch.no_grad()
     def digest(self) -> Tensor | float:
-        """Returns a digest of this rank's weights that other ranks store too, an fp64 scalar, or 0.0 without such
+        """Returns a digest (fp64 scalar) of the weights on this rank that other ranks store too, or 0.0 without such
         weights. If all copies are equal, the digests of all ranks sum to 0 modulo 2^31 - 1.
         """
         if not self._parts:

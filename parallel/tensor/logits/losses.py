@@ -67,7 +67,7 @@ class Terms(NamedTuple):
     """Per-token softmax terms of a loss: tensors [N], equal on all ranks, with gradients; None if not needed.
 
     For logits x, ``log_sum``: log of the sum of exp(x - max x); ``picked``: x - max x at the target; ``weighted``: sum
-    of x - max x, each times its class weight, over the vocabulary.
+    of (x - max x) times the class weight over the vocabulary.
     """
 
     log_sum: Tensor
@@ -376,7 +376,7 @@ def gather(func: Callable[..., Any], input: Any, dim: Any, index: Any, **kwargs:
     Returns ``NotImplemented`` if ``dim`` is not the vocabulary.
 
     Raises:
-        EngineError: an index is outside the vocabulary; checked on the CPU only.
+        EngineError: an index on the CPU is outside the vocabulary. On a GPU, indices are not checked.
     """
     if (
         not isinstance(input, LogitShard)

@@ -199,7 +199,8 @@ SHAPES = tuple(func for func, rule in LOGIT_RULES.items() if rule in (_flatten, 
 
 
 def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Computes the torch function ``func``. Sharded logits in ``args`` and ``kwargs`` are given as :class:`LogitShard`.
+    """Computes the torch function ``func``. Sharded logits in ``args``, ``kwargs`` and the result are
+    :class:`LogitShard` objects.
 
     Returns ``NotImplemented`` if ``func`` needs the full vocabulary; the caller then gathers the logits.
     """

@@ -24,7 +24,7 @@ def token_values(
             "loss".
         labels_BS: int64 [B, S], from 0 to V - 1.
         names: any of "entropy", "log_sum_sq_probs" (log of the sum of squared probabilities), "mean_logits" and
-            "is_top1" (True if the label has the largest logit). Among them, only "entropy" has gradients.
+            "is_top1" (True if the label has the largest logit). Only "log_probs" and "entropy" have gradients.
         temperature: the divisor of the logits.
     """
     scaled_BSV = logits_BSV.float()

@@ -55,8 +55,8 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 class Entrance:
     """Settings of the tensor-parallel copy or gather of an input for column layers (Megatron-LM's operation f).
 
-    ``owned``: True if backward may overwrite the output's gradient by its sum over "tp". ``passed``: callback at the
-    end of this sum, or None.
+    ``owned``: True if backward may sum the output's gradient over "tp" in place. ``passed``: callback without arguments
+    that backward calls after it has started this sum, or None.
     """
 
     axis: TensorAxis

@@ -80,7 +80,9 @@ class Pieced:
         return Route(self.axis, self.label, pieces if self.pieces is None or self.axis.dry else self.pieces)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Returns ``weight`` as a view [I, O] (inputs, outputs): the transpose unless ``transposed`` is True."""
+        """Returns ``weight`` as a view [I, O] (inputs, outputs). ``weight`` is [O, I], or [I, O] if ``transposed`` is
+        True.
+        """
         return weight if self.transposed else weight.t()
 
     def back(self, weight: Tensor, dy: Tensor) -> Tensor:
@@ -261,7 +263,7 @@ def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation
     """Returns True if a product should communicate in chunks or kernel tiles, instead of all rows at once. Always False
     if transfers over ``axis`` are quantized.
 
-    ``rows``: number of rows of a rank; ``part``: a rank's rows; ``operation``: kind of product.
+    ``part``: one rank's rows of the product's input; ``rows``: their number; ``operation``: kind of product.
     """
     if axis.wire is not None:
         return False

@@ -109,9 +109,9 @@ def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: R
 def scatter_in_kernel(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds this rank's ``plus``, and
-    reduce-scatters the sum, in communicating kernels. Returns a function that waits for this rank's rows and returns
-    them in ``dtype``. ``route``: axis and label of the communication.
+    """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds ``plus`` (this rank's addend in the
+    product's shape, or None), and reduce-scatters the sum over all ranks, in communicating kernels. Returns a function
+    that waits for this rank's rows and returns them in ``dtype``. ``route``: axis and label of the communication.
 
     Falls back to collectives for products that the kernels do not support.
     """
@@ -216,8 +216,8 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
 
 
 def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Tensor:
-    """Returns the arrival signals for the tiles of one sequence, int32 [tiles], all equal to ``epoch``, the number of
-    this call.
+    """Returns the arrival signals for the tiles of one sequence of ``part_BLK``, this rank's rows: int32 [tiles], all
+    equal to ``epoch``, the number of this call. All sequences use the same signals.
 
     The tensor must stay allocated until the copies of :func:`leave_rows` have ended.
     """

@@ -48,8 +48,8 @@ def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tens
     ``tokens`` are sorted by expert; the result is sorted by expert, then by source rank.
 
     Raises:
-        EngineError: the rows do not fit the memory of ``route`` or the kernels (raised on all ranks), or a rank did not
-            make this call.
+        EngineError: the rows exceed the memory of ``route``, or the kernels do not support their dtype or shape (raised
+            on all ranks), or a rank did not make this call.
     """
     _check(tokens, weight, route.rows.own)
     _check_room(tokens, weight, route)
@@ -82,7 +82,7 @@ def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows,
 
 def product_return_reference(whole: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
     """Implements :func:`product_return` without its kernel: a grouped product, then the all-to-all ``exchange``.
-    ``whole``: the token rows; ``rows``: row counts of the experts.
+    ``whole``: the R received rows; ``rows``: row counts of the experts.
     """
     product = grouped_product_reference(whole, weight, rows.sizes.cumsum(0))
     return torch.cat(exchange(rows.by_rank(product)))

@@ -38,8 +38,9 @@ def join_pairs(
     name in ``parameters``.
 
     Returns:
-        (layers, names). ``layers``: a changed copy of the argument, in which the entry of a layer replaces the entries
-            of its pair. ``names``: parameters of the replicated halves, with a partial gradient on each rank.
+        (layers, names). ``layers``: a changed copy of the argument. The entry of an adapted layer now covers its pair,
+            and the pair's own entries are removed. ``names``: parameters of the replicated halves, with a partial
+            gradient on each rank.
     """
     found, partial = dict(layers), set[str]()
     for name, cut in layers.items():

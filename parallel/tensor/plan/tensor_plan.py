@@ -30,8 +30,8 @@ class ParameterCut:
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """Entry of a tensor plan for one sharded layer: its kind, and its parallel region (innermost module with its column
-    and row layers).
+    """Entry of a tensor plan for one sharded layer: its kind, and its parallel region (the innermost module around a
+    group of column and row layers).
     """
 
     name: str
@@ -144,7 +144,7 @@ class TensorPlan:
 
     @property
     def follows_activations(self) -> bool:
-        """True if global (DTensor-like) tensors may pass between modules: with sequence parallelism, or with the style
-        "view".
+        """True if global (DTensor-like) tensors may pass between modules: with sequence parallelism, or if code reads
+        sharded parameters as global tensors (style "view").
         """
         return self.sequence or bool(self.shown)

@@ -260,8 +260,8 @@ class _Step:
 
 
 def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
-    """Runs the iterators ``rounds`` overlapped, and yields all results. Repeatedly starts one more round, and then
-    takes one result from every started round, from the newest round to the oldest.
+    """Runs the iterators ``rounds`` overlapped, and yields all results. Each cycle starts one more iterator, and then
+    takes one result from every started iterator, from the newest to the oldest.
     """
     waiting, begun = iter(rounds), list[Iterator[Made]]()
     while True:

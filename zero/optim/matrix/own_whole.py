@@ -132,8 +132,8 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class FlatWhole(FlatMatrixOptimizer):
-    """Optimizer over shards. It replaces a user's optimizer that can update only whole parameters, and has the same
-    parameter groups and options.
+    """Optimizer over shards in place of a user's optimizer that can update only whole parameters. An update runs the
+    user's optimizer on gathered parameters, with the same groups and options.
     """
 
     reads_weights = True

@@ -64,7 +64,7 @@ class CountedPart:
 
     def own(self, squares_n: Tensor) -> Tensor:
         """Returns a copy of ``squares_n`` [n], one value per element of the part, with 0 for elements that another rank
-        adds. Returns the argument itself if ``counted`` is None.
+        adds to the sum over the parameter. Returns the argument itself if ``counted`` is None.
         """
         if self.counted is None:
             return squares_n
@@ -75,7 +75,7 @@ class CountedPart:
 
     def square(self, values_n: Tensor) -> Tensor:
         """Returns the sum of squares of ``values_n`` [n], one value per element of the part, as an fp64 scalar tensor.
-        Omits elements that another rank adds.
+        Omits elements that another rank adds to the sum over the parameter.
         """
         found = values_n.new_zeros((), dtype=torch.float64)
         for part in (slice(None),) if self.counted is None else self.counted:
@@ -87,7 +87,8 @@ def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
     """Yields one item for each parameter with elements in an optimizer tensor of ``places``. Each item selects the
-    elements that this rank adds to sums over the parameter. ``due``: parameter objects of the optimizer tensors to use.
+    elements that this rank adds to sums over the parameter. ``due``: the ``parameter`` objects of the places to
+    include; others are skipped.
     """
     rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}

@@ -40,8 +40,8 @@ def kept_encoded(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> bool:
 
 
 def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-    """Stores the encoded moments in ``state``, a changed result of ``element_state``, in the optimizer. Other moments
-    in ``state`` are the optimizer's own tensors, and have changed already.
+    """Stores changed moments from ``state``, a result of ``element_state``, in the optimizer, for parameters with
+    encoded moments. Other moments in ``state`` are the optimizer's own tensors, and have changed already.
     """
     inner = optimizer.inner
     for parameter, values in state.items():

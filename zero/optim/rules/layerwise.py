@@ -47,7 +47,7 @@ class FlatLayerwise(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the moments, such as "exp_avg", that the update rule of any parameter group uses."""
+        """Names of the moments, such as "exp_avg", that the update rule of at least one parameter group uses."""
         return tuple(dict.fromkeys(name for group in self.param_groups for name in self.rule(group).moment_names))
 
     def rule(self, group: Mapping[str, Any]) -> LayerRule:

@@ -33,8 +33,8 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
         return (SQUARES, ITERATE)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Increments the step count of the parameter group ``group``. Sets ``group["newest"]``, this update's share of
-        the averaged weights.
+        """Increments the step count of the parameter group ``group``. Sets ``group["newest"]``, the weight of the
+        newest iterate z in the averaged weights.
         """
         count(group)
 
@@ -80,8 +80,8 @@ class ScheduleFreeAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averages x of the elements of the bucket ``flat`` that this rank updates, flat, in the dtype of
-        the weights.
+        """Returns the averages x of the elements that this rank updates in the bucket ``flat``, as a 1-D tensor in the
+        dtype of the weights.
         """
         betas = {id(weight): group["betas"] for group in self._groups for weight in group["params"]}
         found = flat.weights.clone()
