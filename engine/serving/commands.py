@@ -177,9 +177,9 @@ class ForwardTensors:
 
 @dataclass(frozen=True, slots=True)
 class BackwardTensors:
-    """Command that runs the backward of the stored autograd graph named ``ticket``.
+    """Command that runs the backward of the stored autograd graph named ``ticket``, and then drops the graph.
 
-    ``gradients`` has the gradients of the forward's outputs, by output name.
+    ``gradients`` has the gradients of the forward's outputs, by output name. The result has the inputs' gradients.
     """
 
     model: str

@@ -46,7 +46,7 @@ class CommandLoop:
     """Loop in which all ranks run the commands of rank 0's source in the same order.
 
     Args:
-        host: channel between the ranks' processes, in host memory.
+        host: group that sends bytes between the host memories of all ranks, also across hosts.
         run: callback that runs a command on this rank and returns its result.
         spoil: callback for a command that succeeded on some ranks only; called on all ranks.
         source: source of commands on rank 0; None on other ranks.

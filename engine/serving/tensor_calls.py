@@ -84,8 +84,9 @@ class TensorCalls:
     def forward(self, trainer: TenantTrainer, command: ForwardTensors) -> TensorOutput:
         """Runs the model's forward on the tensors of ``command``; returns the outputs of all rows by name.
 
-        Tensors named "0", "1" etc. are positional arguments. Data-parallel ranks divide the rows (dim 0). A
-        nonempty ``command.ticket`` names the stored autograd graph. All ranks of the grid call it.
+        Tensors named "0", "1" etc. are positional arguments. Data-parallel ranks divide the rows (dim 0). With a
+        nonempty ``command.ticket``, the autograd graph is stored under this name for a backward; else there is no
+        graph. All ranks of the grid call it.
 
         Raises:
             ServedError: the tensors or outputs have no rows, or the model fails on the tensors.
@@ -142,8 +143,8 @@ class TensorCalls:
     def update(self, trainer: TenantTrainer, command: OptimStep) -> PlainOutput:
         """Updates the model's weights by AdamW with the accumulated gradient.
 
-        Returns "grad_norm" and "version", the number of updates and loads. Drops stored forwards that become more than
-        ``staleness`` updates old. All ranks of the grid call it.
+        Returns "grad_norm" and "version"; the version is the number of updates and loads of the weights. Drops stored
+        forwards that become more than ``staleness`` updates old. All ranks of the grid call it.
         """
         trainer.complete_gradient()  # before forwards are dropped: it may refuse the update
         self._drop_early(command.model, trainer.version + 1)

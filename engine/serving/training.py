@@ -115,9 +115,9 @@ class _Retained:
 
 
 class TenantTrainer:
-    """Training of one client's model on this rank: its engine, and the number of its updates.
+    """Trainer of one client's model on this rank, with the model's engine and the number of its updates.
 
-    It stores the last forward-only pass for reuse by a ``forward_backward`` with the same data.
+    The trainer stores its last forward-only pass, which a ``forward_backward`` with the same data reuses.
     """
 
     def __init__(self, engine: Engine, graphs: Mapping[str, LossGraph]) -> None:
@@ -140,7 +140,7 @@ class TenantTrainer:
         log-probabilities over the data-parallel ranks and gathers metrics from all ranks.
 
         Raises:
-            ServedError: the data do not fit the loss; on all ranks, before any forward.
+            ServedError: the data do not fit the loss. All ranks raise it, before any forward.
         """
         data = [_prepare(datum, self.engine.device) for datum in command.data]
         for one in data:
@@ -173,7 +173,8 @@ class TenantTrainer:
         The result has "grad_norm" and "version", the number of updates and loads. All ranks of the grid call it.
 
         Raises:
-            ServedError: no gradient was accumulated, and the model takes no token ids.
+            ServedError: no gradient was accumulated, and the model takes no token ids, so no pass over filler tokens
+                can make a zero gradient.
         """
         engine = self.engine
         self._retained = None
@@ -218,8 +219,8 @@ class TenantTrainer:
     def load(self, folder: Path, optimizer: bool) -> None:
         """Loads weights and, with ``optimizer``, the optimizer state; drops accumulated gradients.
 
-        ``version`` grows by 1, or to the saved version if that is higher. Without ``optimizer``, AdamW's moments do not
-        change; use this before the first update only. All ranks of the grid call it.
+        This trainer's ``version`` grows by 1, or becomes the saved version if this is higher. Without ``optimizer``,
+        AdamW's moments do not change; use this before the first update only. All ranks of the grid call it.
         """
         if self._seen:
             self.engine.zero_grad()

@@ -57,7 +57,8 @@ class VllmSamples:
         Rank 0 asks the server, and broadcasts the sequences to all ranks.
 
         Raises:
-            ServedError: the server has other weights than ``command`` names, or does not support a sampling parameter.
+            ServedError: the server lacks the weights named ``command.source``, or does not support a sampling
+                parameter.
             EngineError: the server does not answer, or has sampled from another version.
         """
         if command.source != self._name:

@@ -33,10 +33,11 @@ def take_batch(
     """Takes a step's microbatches, and checks that they are equal on all ranks of the replica (one full copy of the
     model).
 
-    Returns (microbatches, problem, True if ``moved`` is True on any rank of the replica). The problem is the error of
-    ``take`` or of the check, or None.
+    Returns (microbatches, problem, moved anywhere). The problem is the error of ``take`` or of the check, or None. The
+    last item is True if ``moved`` is True on any rank of the replica.
 
-    ``moved``: True if attributes of this rank's model have changed since the ranks last compared their traces.
+    ``moved``: True if attributes of this rank's model have changed since the ranks last compared their traces of its
+    forward.
 
     Raises:
         EngineError: a rank of the replica did not take part, or has ended.
@@ -65,8 +66,9 @@ def check_batch(
     One all-gather of 8 bytes a rank over the replica, label "batch check". Returns True if ``moved`` is True on any
     rank.
 
-    ``problem``: exception because of which this rank has no batch; all other ranks then raise. ``moved``: True if
-    attributes of this rank's model have changed since the ranks last compared their traces.
+    ``problem``: exception that left this rank without a batch; this rank returns False, and all other ranks raise.
+    ``moved``: True if attributes of this rank's model have changed since the ranks last compared their traces of its
+    forward.
 
     Raises:
         EngineError: batches or grad modes differ between ranks (all ranks raise), or another rank has no batch.
@@ -111,8 +113,8 @@ def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm,
     ``problem``: exception of a trace on this rank, or None.
 
     Raises:
-        EngineError: paths differ, or only some ranks have a ``problem``. A rank with a ``problem`` other than PlanError
-            returns instead.
+        EngineError: paths differ, or only some ranks have a ``problem``. Ranks without a ``problem`` or with a
+            PlanError raise; other ranks return.
     """
     digest = _REFUSED if problem is not None else zlib.crc32(repr(list(paths)).encode())
     mine = torch.tensor([digest], dtype=torch.int64)

@@ -39,7 +39,7 @@ class StepCount:
 
 
 class StepCounts:
-    """Exchange of the numbers of microbatches between data ranks, with the pipeline schedules of this rank."""
+    """Exchange of the numbers of microbatches between data ranks. It also returns this rank's pipeline actions."""
 
     def __init__(self, plan: Plan, comm: Comm, device: torch.device) -> None:
         self._plan, self._comm, self._device = plan, comm, device

@@ -25,8 +25,8 @@ def problem_of_any(
 ) -> BaseException | None:
     """Returns ``problem`` or, if only another data rank has a problem, an :class:`OtherRankError`; else None.
 
-    Call it before a step's first forward. With ZeRO 3 (``gathers``), ranks exchange one byte over data ranks; with
-    expert parallelism, they all-reduce 8 bytes over ep.
+    Call it before a step's first forward. Ranks learn about others' problems only with ZeRO 3 (``gathers``), from one
+    byte exchanged over data ranks, or with expert parallelism, from an all-reduce of 8 bytes over ep.
     """
     failed = problem is not None
     if gathers:
@@ -66,7 +66,8 @@ def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.dev
 
 
 def note_failure(call: str, error: BaseException, comm: Comm, alike: bool) -> EngineError | None:
-    """Records, for a vote of all ranks, that the engine method ``call`` has raised ``error`` on this rank.
+    """Records that the engine method ``call`` has raised ``error`` on this rank, and starts a vote of all ranks: the
+    engine stays usable, or ends.
 
     If ``error`` reports a lost rank, returns an error that names the rank that failed first; else None.
 

@@ -70,18 +70,18 @@ class ForwardDates:
                     leaf.register_hook(check)  # type: ignore[no-untyped-call]
 
     def expire(self) -> None:
-        """Makes backwards of earlier ``eng(batch)`` calls raise if these ran on a pipeline; else does nothing."""
+        """Makes backwards of earlier ``eng(batch)`` calls raise, if the engine has a pipeline; else does nothing."""
         if self._calls is not None:
             self._calls.updates += 1
 
     @property
     def now(self) -> _Date:
-        """Present date, for :meth:`at`: counts of weight updates and, on a pipeline, of ``expire`` calls."""
+        """Counts of weight updates and, on a pipeline, of ``expire`` calls so far, for :meth:`at`."""
         return _Date(self._made, self._calls.updates if self._calls is not None else 0)
 
     @contextmanager
     def at(self, date: _Date) -> Iterator[None]:
-        """Opens a context that accepts only backwards of forwards at ``date``, an earlier value of ``now``.
+        """Opens a context that accepts only backwards of forwards that ran while ``now`` was ``date``.
 
         Other backwards raise.
         """

@@ -90,7 +90,9 @@ class MicrobatchRunner:
         return list(self._traced.values())
 
     def trace_again(self) -> None:
-        """Repeats each different trace of the step after a NaN loss on a pipeline, and compares old and new trace.
+        """Traces each distinct forward of the step again, and compares the new trace with the old one.
+
+        Runs after a NaN loss on a pipeline.
 
         Raises:
             EngineError: the forward has changed since it was traced.
@@ -153,7 +155,9 @@ class MicrobatchRunner:
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context in which this rank computes deferred weight gradients while it waits for tp collectives."""
+        """Returns a context in which this rank, while it waits for tp collectives, computes the weight gradients that
+        the backward of ``stage`` and ``microbatch`` has deferred.
+        """
         runtime = self._runtime
         return runtime.axis.filling_waits(self._deferred[stage, microbatch].ahead, runtime.program.device)
 

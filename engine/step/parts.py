@@ -129,7 +129,7 @@ class StepPart:
         """Runs before ``after_update`` if no rank failed; ``totals``: the step's sums over all ranks. Collective."""
 
     def after_update(self) -> None:
-        """Runs after the optimizer has updated the weights; an overlapped update may still be running."""
+        """Runs after the optimizer has updated the weights, or has started to on the host (``delayed_update``)."""
 
     def after_skip(self) -> None:
         """Runs after a step that was skipped because of a non-finite gradient."""
@@ -217,7 +217,7 @@ class StepParts:
     def entering(self, contexts: Callable[[StepPart], AbstractContextManager[None]]) -> Iterator[None]:
         """Opens the contexts of all parts; ``contexts`` is ``StepPart.changing`` or ``StepPart.saving``.
 
-        Stops after the first part that has moved state away from the device (``hides``).
+        Skips all parts after one with ``hides``, which has moved weights or optimizer state away from the device.
         """
         with ExitStack() as stack:
             for part in self.having(contexts):

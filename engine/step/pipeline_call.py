@@ -113,7 +113,7 @@ Gradients = Sequence[Tensor | None]
 
 
 def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
-    """Returns ``tensors`` attached to a new autograd graph; they may be written in place. A backward passes their
+    """Returns ``tensors`` attached to a new autograd graph; the caller may write into these. A backward passes their
     gradients to the callback ``arrive``.
     """
     anchor = torch.empty(0, requires_grad=True)
@@ -287,7 +287,7 @@ class PipelineCalls:
 
     @property
     def updates(self) -> int:
-        """Count of possible weight changes; a backward raises if the count has grown since its forward."""
+        """Count of events that may change weights, such as updates; a backward raises if it grew since its forward."""
         return self._arrivals.updates
 
     @updates.setter
@@ -438,7 +438,7 @@ class PipelineCall:
     # ------------------------------------------------------------------ what the executor calls
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the plan of ``stage``, and the traced tensors (with message shapes) of batch part ``microbatch``."""
+        """Returns the plan of ``stage``, and descriptions of the tensors traced with batch part ``microbatch``."""
         traced = self._traced[microbatch]
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
@@ -472,7 +472,7 @@ class PipelineCall:
         return self._runtime.backward(which)
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Raises AssertionError, because a user's loop never splits a backward."""
+        """Raises AssertionError, because a user's loop defers no weight gradients."""
         raise AssertionError("there and back has no deferred weight gradients")
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:

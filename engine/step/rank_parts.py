@@ -50,7 +50,7 @@ class DelayedUpdates(StepPart):
         return self._delayed.problem()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Waits for the update that still runs on the host; returns ``step.problem`` or the update's error."""
+        """Waits for the update that runs on the host; returns ``step.problem``, else the update's error or None."""
         late = self.problem()
         return step.problem or late
 
@@ -67,7 +67,7 @@ class DelayedUpdates(StepPart):
     def changing(self) -> Iterator[None]:
         """Waits for an update that runs on the host; opens a context for reads or writes of weights.
 
-        The device may not have the updated weights yet.
+        The updated weights may be in host memory only; :meth:`bring` copies them to the device.
         """
         self._delayed.join()
         yield
@@ -183,7 +183,7 @@ class CountedExperts(StepPart):
         return self._counter.zeros()
 
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
-        """Returns a context in which a forward adds its routed tokens to ``counts``."""
+        """Returns a context in which a forward adds its token count of each expert to ``counts``, unless it is None."""
         return self._counter.counting(counts)
 
 
@@ -220,7 +220,7 @@ class ReplayedRouters(StepPart):
     """Step hooks for router replay, in which routers use the expert choices recorded in the batch.
 
     Args:
-        replay: recorded choices of the microbatches that run.
+        replay: object that makes the model's routers use the recorded choices.
     """
 
     order = PartOrder.REPLAY
@@ -229,7 +229,7 @@ class ReplayedRouters(StepPart):
         self.replay = replay
 
     def taken(self, microbatches: Sequence[Batch]) -> None:
-        """Raises if the experts recorded in a microbatch do not fit the model: number of layers or experts."""
+        """Raises if the experts recorded in a microbatch do not fit the model, such as a wrong number of layers."""
         for microbatch in microbatches:
             self.replay.check(microbatch)
 
@@ -283,7 +283,7 @@ class EqualWeights(StepPart):
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Checks the summed hashes in ``totals``; if ranks differ, logs the name of a weight that differs."""
+        """Logs the name of a differing weight if the ranks' hashes in ``totals`` do not cancel out; does not raise."""
         if step.copies is not None:
             self._copies.compare(totals.digest_squared, step.sent)
 
@@ -315,7 +315,7 @@ class AverageOfWeights(StepPart):
     """Step hooks that update the moving average of the weights after each update.
 
     Args:
-        weights: switch of the model between its training weights and their average.
+        weights: object that switches the model between its training weights and their average.
     """
 
     order = PartOrder.AVERAGE

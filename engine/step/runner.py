@@ -66,7 +66,7 @@ class Remarks:
     def look(self, microbatches: Sequence[Batch]) -> None:
         """Logs a warning if the model trains in eval mode, or if 8 steps in a row receive the same batch.
 
-        ``microbatches``: the batch of the step, or its first microbatch.
+        ``microbatches``: all microbatches of the step on this rank, or only the first one.
         """
         if not self._speaks:
             return
@@ -245,8 +245,8 @@ class StepRunner:
     def predict(self, batch: Batch, micro: int | None = None, together: bool = False) -> Any:
         """Returns the model's output for one batch; see :meth:`engine.Engine.predict`.
 
-        ``micro``: rows of a microbatch; None: as configured. ``together``: True if every data rank calls ``predict`` at
-        the same time, or :meth:`accompany` if it has no rows.
+        ``micro``: rows of a microbatch; None: as configured. ``together``: True if all data ranks call at the same
+        time, to run equally many forwards; a rank without rows calls :meth:`accompany`.
         """
         step, split = self.begin(), self._runtime.program.rows.split
         with evaluating(self._model):
@@ -259,8 +259,8 @@ class StepRunner:
     def accompany(self, batch: Batch) -> bool:
         """Takes part in the collectives of other data ranks' ``predict`` call, on a data rank without rows.
 
-        Returns True after its forwards; False, without a forward, if no data rank has rows. ``batch``: any rows; their
-        outputs are dropped.
+        Runs forwards with ``batch``, any filler rows, and drops their outputs; then returns True. If no data rank has
+        rows, returns False without a forward.
         """
         step = self.begin()
         count = self._most_forwards(0, step)

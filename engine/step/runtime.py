@@ -161,7 +161,7 @@ class RankRuntime:
             yield
 
     def uncounted(self) -> Tensor | None:
-        """Returns zeros to which a new step's forwards add counts, such as tokens of each expert; else None."""
+        """Returns zeros to which a new step's forwards add counts, such as tokens of each expert; None: no counts."""
         return next((part.counts() for part in self.parts.having(StepPart.counts)), None)
 
     def watched(self, given: Any, run: Callable[[], Any]) -> Any:
@@ -225,7 +225,10 @@ class RankRuntime:
 
     @contextmanager
     def passes(self, row: RankSchedule) -> Iterator[None]:
-        """Opens a context for the pipeline actions ``row``; ZeRO 3 gathers parameters early, in ``row``'s order."""
+        """Opens a context in which this rank runs its forwards and backwards of a step in the order of ``row``.
+
+        ZeRO 3 leaves parameters gathered between two of them if the second needs them at its start.
+        """
         if self.gatherer is None or self.gatherer.holds:
             yield
             return
@@ -329,7 +332,9 @@ class RankRuntime:
             yield
 
     def own(self, tree: Any) -> Any:
-        """Returns ``tree`` (nested lists, tuples and dicts), with copies of tensors that share gathered memory."""
+        """Returns ``tree`` (nested lists, tuples and dicts), with a copy in place of each tensor that shares memory
+        with parameters gathered by ZeRO 3.
+        """
         return tree if self.gatherer is None else pytree.tree_map_only(Tensor, self.gatherer.own, tree)
 
     @contextmanager

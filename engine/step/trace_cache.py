@@ -32,7 +32,7 @@ _STATES = 8
 
 
 class TracedForward(NamedTuple):
-    """Trace of the model's forward for inputs of one kind, and its partition into pipeline stages."""
+    """Trace of the model's forward for inputs of equal shapes and purpose, and its partition into pipeline stages."""
 
     trace: ModelTrace
     partition: Partition

@@ -102,7 +102,7 @@ class DeviceDecidedUpdate:
         self._copied = record_event(values.device)
 
     def launch(self, rate: LearningRate, update: int) -> None:
-        """Launches the optimizer update and the all-gathers of parameters over dp, label "parameters".
+        """Launches the optimizer update and the all-gathers of parameters over dp (traffic label "parameters").
 
         ``update``: number of earlier updates, from which ``rate`` computes the learning rate.
         """
@@ -298,7 +298,7 @@ class Update:
         self._in_a_row = 0
 
     def agree(self, step: StepState, last_rank: int) -> StepTotals[float]:
-        """Returns the totals of an evaluation, summed over the world by one all-reduce, label "control".
+        """Returns the totals of an evaluation, summed over the world by one all-reduce (traffic label "control").
 
         ``last_rank``: the pipeline rank of the last stage, which computes the loss.
         """

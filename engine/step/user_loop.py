@@ -59,7 +59,7 @@ class LoopState(Enum):
 
 @dataclass(slots=True)
 class LoopControl:
-    """Settings of the user's training loop for later steps. They may be set before the model is sharded."""
+    """Settings of the user's loop, such as its update boundary. They may be set before the model is sharded."""
 
     boundary: bool | None = None
     """True if the next ``step`` updates the weights; None: after ``gradient_accumulation_steps`` calls."""
@@ -215,7 +215,9 @@ class UserLoop:
         self._runtime.reducer.reset()
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
-        """Makes reads of parameters' ``grad`` raise; see :meth:`engine.Engine.guard_gradients`."""
+        """Makes reads of parameters' ``grad`` raise, and the ``zero_grad`` of module ``around`` drop the engine's
+        gradients; see :meth:`engine.Engine.guard_gradients`.
+        """
         self._enter_loop()
         runtime = self._runtime
         if around is not None and "zero_grad" not in vars(around):
@@ -225,7 +227,7 @@ class UserLoop:
 
     @property
     def at_boundary(self) -> bool:
-        """True if a call of ``step`` after the running microbatch updates the weights."""
+        """True if ``step``, called after the running microbatch, updates the weights."""
         return self._control.managed and self.unfinished + (not self._losses) >= self._accumulation
 
     @property
@@ -236,8 +238,7 @@ class UserLoop:
     def reduce_gradients(self) -> float:
         """Reduces the accumulated gradients over dp; returns the divisor of the average. Collective.
 
-        In an unfinished accumulation, the divisor also counts the missing microbatches, with the mean weight of the
-        others.
+        In an unfinished accumulation, each missing microbatch counts with the mean loss weight of the others.
 
         Raises:
             EngineError: under fp16, a loss was not scaled.
@@ -273,7 +274,7 @@ class UserLoop:
         return gradient_norm(float(squared), divisor)
 
     def leave(self, call: str) -> None:
-        """Ends the user's loop before the engine method ``call``; forwards without a backward are dropped.
+        """Ends the user's loop, and drops forwards without a backward. ``call``: engine method that needs this.
 
         Raises:
             EngineError: an accumulation is unfinished.

@@ -37,9 +37,8 @@ class Dimension:
 
     @property
     def listed(self) -> tuple[Any, ...] | None:
-        """All values in order, as Optuna stores them; None for a range of real numbers.
-
-        They are integers, or the JSON text of each choice.
+        """All values in order, as Optuna stores them: integers, or JSON texts of choices; None for a range of real
+        numbers.
         """
         if self.form == "choices":
             return self.values

@@ -119,7 +119,7 @@ class FileLock:
 class SweepStudy:
     """Optuna study of a sweep in a journal file, which several processes may share.
 
-    It also has this process's running trial. Only rank 0 of a job has a study.
+    Only rank 0 of a job has a study, which also stores the trial that the job runs.
 
     Raises:
         ConfigError: the journal cannot be written, or belongs to another sweep.

@@ -26,8 +26,8 @@ class Sweep:
     """Sweep in which Optuna chooses values of configuration keys; iteration yields each :class:`SweepTrial`.
 
     Optuna also prunes trials: it ends a trial early if its metric is worse than in other trials. Processes and jobs
-    with the same journal file share the trials. Another process continues the trial of a killed process, also
-    after a restart.
+    with the same journal file share the trials. The next process that asks for a trial continues the trial of a killed
+    process, also in a restarted job.
 
     Args:
         settings: path of ``sweep.json``, or a dict with its keys.

@@ -165,7 +165,8 @@ class SweepTrial:
     def load_folder(self, folder: Path) -> Path:
         """Returns the folder with this trial's newest checkpoint, or ``folder`` if the trial has none.
 
-        Looks in the trial's folder of the same name and, before the first update, in its checkpoint folder.
+        Looks in :meth:`save_folder` of ``folder`` and, before the trial's first update, also in the trial's own
+        checkpoint folder.
         """
         if folder.is_relative_to(self.folder) and self.updates:
             return folder

@@ -62,8 +62,8 @@ class Line:
         return not self._outward
 
     def receive(self) -> Iterator[Message]:
-        """Yields the complete messages that have arrived, without waiting. Closes the connection after its end, an
-        error, or a message that is not JSON.
+        """Yields the complete messages that have arrived, without waiting. Closes the connection if the other side has
+        closed it, or after an error or a message that is not JSON.
         """
         try:
             while self.open:

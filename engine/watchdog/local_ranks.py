@@ -44,7 +44,7 @@ def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
 
     Args:
         events: communication and computation of the rank, oldest first, in monotonic time.
-        wall_offset: nanoseconds from monotonic time to the time since 1970.
+        wall_offset: nanoseconds to add to monotonic time, which then counts from 1970.
     """
     return [
         TimedEvent(event.begun + wall_offset, event.ended and event.ended + wall_offset, str(event), event.axis)

@@ -109,7 +109,7 @@ class Monitor:
     def run(self) -> None:
         """Watches the ranks of this host until all have ended or closed their engines.
 
-        After a hang, kills the ranks that still run. After the failure of a rank, first waits some seconds.
+        Kills the ranks that still run: at once after a hang, and some seconds after a rank has failed.
         """
         poll = min(_MOST_POLL_SECONDS, self.orders.timeout / 20)
         try:
@@ -307,10 +307,10 @@ def _writing_into(folder: Path) -> Iterator[None]:
 
 
 def watch() -> None:
-    """Starts a monitor, the watchdog of one host, in a background process; the calling process exits.
+    """Starts a monitor, the watchdog of one host, in a forked child process; the calling process exits.
 
     Reads the monitor's settings (``Orders``) from stdin, as a line of JSON. Prints the TCP port of the hub (the first
-    host's monitor), or 0 on other hosts. Returns in the background process, after the monitor has ended.
+    host's monitor), or 0 on other hosts. Only the child returns, after the monitor has ended.
     """
     given = sys.stdin.readline()
     if not given.endswith("\n"):

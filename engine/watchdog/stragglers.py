@@ -42,7 +42,7 @@ class StreamGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Times between two samples, in seconds per training step: computation of each rank, and waits of each link."""
+    """Seconds per training step between two looks at the ranks: computation of each, and transfers of each link."""
 
     views: Mapping[int, RankView]
     """Views of all ranks at the end."""
@@ -55,7 +55,7 @@ class Window:
 
     @property
     def step_seconds(self) -> float:
-        """Largest time of a rank per training step, in seconds: computation plus transfers with its peer ranks."""
+        """Time of the slowest rank, in seconds per training step: computation plus transfers with its peer ranks."""
         waits = {rank: 0.0 for rank in self.computed}
         for link, seconds in self.waited.items():
             for rank in link.ranks:
@@ -107,7 +107,7 @@ class SlowLinks:
     def look(self, window: Window) -> list[str]:
         """Returns sentences about newly slow links in ``window``, one for each axis with slow links.
 
-        A slow link is left out if a smaller slow link is part of it.
+        A slow link is left out if another slow link connects only some of its ranks.
         """
         found: dict[StreamGroup, str] = {}
         for link, seconds in window.waited.items():

@@ -33,12 +33,13 @@ class CallView:
 
     @classmethod
     def of(cls, event: Event, flight: Flight, since: int, now: int) -> Self:
-        """Returns the view of ``event``.
+        """Returns the description of ``event`` for the watchdog.
 
         Args:
             event: collective, message or computation of the rank.
             flight: snapshot of the flight file that has recorded ``event``.
-            since, now: monotonic times in nanoseconds: begin or end of the event, and the present.
+            since, now: monotonic times in nanoseconds. ``now`` is the present; the view's ``seconds`` count from
+                ``since``.
         """
         return cls(
             text=str(event) if event.bytes or event.kind == EventKind.ACTION else event.label,
@@ -144,7 +145,7 @@ class RankView:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def begun(self, call: CallView) -> bool:
-        """Returns True if this rank has begun ``call`` of another rank, or a later call of the same ranks."""
+        """Returns True if this rank has begun ``call``, seen on another rank, or a later call of the same stream."""
         mine = [each.count for each in self.recent if each.stream == call.stream]
         return bool(mine) and max(mine) >= call.count
 
@@ -220,8 +221,8 @@ def process_state(pid: int) -> tuple[str, int]:
 def started_after(pid: int, written: int) -> bool:
     """Returns True if ``pid`` was reused: its running process started more than a second after ``written``.
 
-    ``written`` is in nanoseconds of the monotonic clock. After a suspension of the machine, a reused pid may remain
-    undetected.
+    ``written``: time at which the original process last wrote, in nanoseconds of the monotonic clock. After a
+    suspension of the machine, a reused pid may remain undetected.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -11,7 +11,7 @@ from engine.checkpoint.format.strict_json import decode_json
 
 
 def dump_json(value: Any) -> bytes:
-    """Returns ``value`` as JSON bytes: dataclasses, enums, mappings, sequences and JSON values.
+    """Returns as JSON bytes a ``value`` of dataclasses, enums, mappings, sequences and JSON values.
 
     Floats that are not finite become strings.
     """

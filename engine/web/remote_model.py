@@ -94,7 +94,7 @@ class RemoteModel:
         return self.line.fetch(f"/v1/call/{name}", tensor)
 
     def statistics(self) -> Any:
-        """Returns the server's number of "requests", number "refused" and total "seconds" by route."""
+        """Returns a dict with the entry "routes": by route, numbers "requests" and "refused", and total "seconds"."""
         return self.line.ask("/v1/statistics", method="GET")
 
     def close(self) -> None:

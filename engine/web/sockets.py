@@ -39,7 +39,7 @@ def listen(host: str, port: int, server: str) -> socket.socket:
 def reachable(host: str) -> str:
     """Returns an address for clients of a server that listens at ``host``.
 
-    It is this host's name for the unspecified address, such as 0.0.0.0, else ``host``.
+    If ``host`` is the unspecified address, such as 0.0.0.0, returns this host's name, else ``host``.
     """
     try:
         return socket.gethostname() if ip_address(host).is_unspecified else host

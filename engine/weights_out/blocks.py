@@ -130,7 +130,8 @@ class WeightBlocks:
 
         Args:
             memory: callback without arguments that returns host tensors by key, for all ``keys``; called at most once.
-            old: True if these tensors have values of an earlier version, so that only changed blocks are read.
+            old: True if the tensors of ``memory`` have values of an earlier version, so that only changed blocks are
+                read.
         """
         opened, wanted = cache(memory), [self.geometry.whole(key) for key in keys]
         return Shadows(wanted, values=lambda key: opened()[key] if old else None, make=lambda key: opened()[key])
@@ -147,7 +148,7 @@ class WeightBlocks:
 
     @property
     def lacked(self) -> int:
-        """Bytes of changed blocks requested through ``reader``, for this and earlier versions."""
+        """Total bytes of changed blocks that ``reader`` has requested so far, for this and all earlier versions."""
         return self._reader.traffic.lacked
 
     def _of(self, keys: Sequence[str]) -> Iterator[tuple[str, PublishedTensor]]:

@@ -108,14 +108,14 @@ class WeightImage:
         return key not in self._written
 
     def hashes(self, number: int, wanted: Sequence[WantedPiece], hashed: bool = True) -> tuple[str, list[Hashes]]:
-        """Returns (name of the list ``wanted``, hashes of blocks of 256 KiB); :meth:`read` needs the name.
+        """Returns (digest of ``wanted``, hashes of blocks of 256 KiB); :meth:`read` needs the digest.
 
         There is one array of hashes for each wanted piece that has elements in this image.
 
         Args:
             number: number of the version.
             wanted: pieces (elements of a tensor) that a receiver wants.
-            hashed: False to return the name only.
+            hashed: False to return the digest only.
 
         Raises:
             StoreRefusedError: another version is served, or the model has no such piece.
@@ -164,9 +164,9 @@ class WeightImage:
         """Returns the bytes of the requested blocks (256 KiB of a tensor), in the order of ``blocks``.
 
         Args:
-            layout: name of the list of wanted pieces, which ``hashes`` has returned.
-            blocks: ranges of blocks, each (flow, first block, block after the last). A flow is an index into the wanted
-                pieces that have elements in this image.
+            layout: digest of the wanted pieces, which ``hashes`` has returned.
+            blocks: ranges of blocks, each (flow, first block, block after the last). A flow is an index into the arrays
+                that ``hashes`` returns.
             number: number of the version.
             limit: maximum bytes of all blocks.
 

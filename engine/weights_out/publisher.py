@@ -50,7 +50,7 @@ Together = Callable[[str], AbstractContextManager[None]]
 
 
 class PendingVersion:
-    """Handle of a published version, which consumers on rank 0, such as a folder, take over in a thread."""
+    """Handle of a published version. On rank 0, a thread passes the version to consumers, such as a folder."""
 
     def __init__(self, number: int, url: str, together: Together, consume: Callable[[], None] | None) -> None:
         self.number, self.url = number, url
@@ -69,7 +69,7 @@ class PendingVersion:
     def wait(self) -> None:
         """Waits until the consumers on rank 0 have taken the version over; does not wait for receivers.
 
-        All ranks call it. It communicates 8 bytes over all ranks (label "start").
+        All ranks call it. It communicates 8 bytes over all ranks (traffic label "start").
 
         Raises:
             EngineError: a consumer has failed to take the version over; on all ranks.
@@ -183,7 +183,7 @@ class WeightPublisher:
 
         Args:
             waits: True to wait until receivers have read the last version, at most ``settings.deadline`` seconds.
-                False: no wait; a thread may copy weights later, before the next update.
+                False: no wait; weights of a CPU model may be copied in a thread, for which the next update waits.
         """
         told = from_first(lambda: self._begin(waits), self._run.comm, self._run.device)
         if not told:
@@ -298,7 +298,7 @@ def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[s
     """Returns the elements that ``rank`` serves to receivers, by tensor key.
 
     They are the elements that ``rank`` saves in checkpoints, without frozen tensors unless ``settings.frozen``.
-    Quantized tensors are divided into nearly equal parts instead.
+    Quantized tensors are instead divided into nearly equal parts among the ranks that shard them.
     """
     ownership, found = run.ownership, dict[str, Piece]()
     grid, coord = ownership.grid, ownership.grid.coord(rank)
@@ -334,8 +334,8 @@ def make_owners(
 ) -> Iterator[tuple[list[int], OwnerRank]]:
     """Yields (ranks, owner). An owner has the address of a rank, and elements that the rank serves.
 
-    ``ranks`` are this rank and, with ``settings.copies`` > 1, another rank with equal values. The first owner belongs
-    to rank 0.
+    ``ranks`` are the rank with the address and, with ``settings.copies`` > 1, another rank with equal values. Owners
+    are in the order of their ranks.
 
     Args:
         urls: address of each rank.
@@ -354,10 +354,10 @@ def make_owners(
 
 
 def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> tuple[list[list[int]], Geometry]:
-    """Returns (serving ranks of each owner, geometry). The geometry has all tensors and owners of this run.
+    """Returns (ranks that serve each owner's elements, geometry). The geometry has all tensors and owners of this run.
 
-    An owner is a set of elements that one rank serves. All-gathers the ranks' addresses (label "start"); the result is
-    equal on all ranks.
+    An owner is a set of elements and the address of a rank that serves them. All-gathers the addresses (traffic label
+    "start"); the result is equal on all ranks.
 
     Args:
         url: address of this rank.

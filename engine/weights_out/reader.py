@@ -145,8 +145,8 @@ class WeightReader:
 
         Args:
             into: destination, with the wanted pieces and the receiver's present values.
-            known: result of an earlier call for the present values, if this reader's ``peers`` have not changed since;
-                None: hashes are computed.
+            known: result of an earlier call for the present values, if this reader's ``peers`` (receivers that also
+                serve elements) are the same; None: hashes are computed.
             until: time (``monotonic``) after which reading fails.
 
         Raises:

@@ -57,12 +57,12 @@ class Shadows:
     _lock: Lock = field(default_factory=Lock)
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Counts the flows to wait for, by tensor; a flow is the tensor's elements from one serving rank.
+        """Adds to the number of flows to wait for; a flow is a tensor's elements from one serving rank.
 
         Call it before the first block is read.
 
         Args:
-            keys: tensor key of each flow.
+            keys: tensor key of each flow, so a key occurs once for each flow of its tensor.
         """
         for key in keys:
             self._left[key] = self._left.get(key, 0) + 1
@@ -79,13 +79,13 @@ class Shadows:
             self.ready(key)
 
     def current(self, key: str) -> Elements | None:
-        """Returns the receiver's present values of tensor ``key`` as integers [elements]; None if it has none."""
+        """Returns the receiver's present values of tensor ``key``, flat, with bits as integers; None if it has none."""
         with self._lock:
             found = self.values(key)
         return elements_of(found) if found is not None else None
 
     def shadow(self, key: str) -> Elements:
-        """Returns memory for the blocks of tensor ``key``, as integers [elements].
+        """Returns the host memory that receives tensor ``key``, flat and with the bits of elements as integers.
 
         The first call for a tensor allocates it, with a copy of the present values.
         """
@@ -154,7 +154,7 @@ class Transfer:
     def run(self, known: Sequence[Hashes] | None) -> list[Hashes]:
         """Reads into host memory all blocks (256 KiB of a tensor) that differ from the receiver's values.
 
-        Returns the hashes of all blocks for each flow (elements of one wanted piece that the owner has).
+        Returns the hashes of all blocks for each flow. A flow is the part of one wanted piece that the owner serves.
 
         Args:
             known: hashes of the receiver's values for each flow; None: they are computed.

@@ -17,9 +17,9 @@ TOKEN_VARIABLE = "TRINE_WEIGHTS_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """Description of one tensor of the published model: dtype, shape and names.
+    """Description of one tensor of the published model: dtype, shape and further keys.
 
-    Mappings of published tensors have the keys of the model's ``state_dict()``.
+    Mappings such as ``Geometry.tensors`` have it under the tensor's key in the model's ``state_dict()``.
     """
 
     dtype: str
@@ -62,15 +62,18 @@ class WantedPiece:
     """Pieces that contain none of them, because other sources have these."""
 
     def overlap(self, owned: Piece) -> Runs:
-        """Returns the wanted elements inside the piece ``owned``, as ranges in the order of the full tensor."""
+        """Returns the wanted elements inside the piece ``owned``, as ranges in the order of the full tensor.
+
+        Positions are offsets in ``owned`` and in the wanted ``piece``.
+        """
         return runs(owned, self.piece, self.inside, self.outside)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerRank:
-    """Address of a rank or receiver that serves weights, with the elements of each tensor that it serves, by key.
+    """Address of a rank or receiver that serves weights, and the elements that it serves, by tensor key.
 
-    No two owners in a ``Geometry`` have an element in common.
+    A ``Geometry`` has no receivers, and no two of its owners have an element in common.
     """
 
     url: str
@@ -185,7 +188,7 @@ class HashesReply:
 class BlocksCall:
     """Request for the bytes of blocks of 256 KiB, in the order of ``blocks``.
 
-    An entry is (flow, first block, block after the last). ``flow`` counts, from 0, the pieces of the ``HashesCall``
+    An entry is (flow, first block, block after the last). ``flow`` is an index into the pieces of the ``HashesCall``
     that have elements on the serving rank.
     """
 

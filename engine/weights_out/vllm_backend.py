@@ -93,7 +93,7 @@ class VllmModel:
 
 
 class StagedVersion:
-    """Host memory of one vLLM worker for all tensors of a version, until they replace the live weights.
+    """Host memory of one vLLM worker for all tensors of a version, until the end of vLLM's weight update loads them.
 
     Args:
         connect: callback from the address of the training's rank 0 to a reader, for tests.

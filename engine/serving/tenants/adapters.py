@@ -54,7 +54,7 @@ class LowRank(Protocol):
 
 
 def adapted_name(name: str) -> str:
-    """Returns the name of the base model's module or parameter ``name`` in PEFT's wrapper."""
+    """Converts ``name``, a module's or parameter's name in the base model, to its name in PEFT's wrapper."""
     return PREFIX + name
 
 

@@ -26,7 +26,7 @@ _TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """Limits of a pool: numbers of adapters and full copies, and LoRA rank."""
+    """Limits of a :class:`TenantPool` on all its ranks: numbers of adapters and full copies, and LoRA rank."""
 
     adapters: int = 1024
     """Maximum number of tenants with adapters."""
@@ -67,7 +67,8 @@ class TenantPool:
             ``checkpoint.init_from`` is set.
         config: grid, ZeRO, precision and optimizer of the base and of every tenant; AdamW by default.
         limits: maximum numbers of tenants, and maximum LoRA rank.
-        example_batch: example of a tenant's microbatch, with which plans are made; None: one row of token ids.
+        example_batch: example of a tenant's microbatch, traced to plan tensor and pipeline parallelism; None: one row
+            of token ids.
         world: identity of this rank if ranks are threads; None: read from the launcher.
     """
 

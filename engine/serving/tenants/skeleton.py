@@ -36,9 +36,9 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def lender_of(base: Engine, model: nn.Module) -> Lender:
-    """Returns the process groups and frozen tensors of ``base`` for an engine of the adapted ``model``.
+    """Returns process groups and frozen tensors of ``base``, to construct an engine of the adapted ``model`` with them.
 
-    The tensors are shared without copies, under their names in ``model``.
+    The tensors are shared without copies, and each has its name in ``model``.
     """
     runtime = base._runtime
     placed, here = dict(base.module.named_parameters()), runtime.plan.table.held_by(runtime.comm.grid.holder())
@@ -88,8 +88,8 @@ def _with_heads(skeleton: nn.Module, name: str, style: Style) -> str:
 def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.Module) -> Config:
     """Returns a copy of ``config`` for an engine of the adapted ``model``.
 
-    It has the pipeline stages, tensor-parallel styles and quantized weights of ``base``, under ``model``'s module and
-    parameter names. ``skeleton``: copy of the base model.
+    With it, the engine divides ``model`` into pipeline stages, shards it over tp and quantizes its frozen weights as
+    ``base`` does. Names in it are names in ``model``. ``skeleton``: copy of the base model.
     """
     plan = base.plan
     frozen = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}

@@ -44,7 +44,8 @@ class ServiceApplication:
         model: facts about the base model, for checks of requests.
         token: secret that requests must carry, as X-API-Key or bearer token; empty: none.
         body_bytes: maximum bytes of the body of a request.
-        creates_shared: True if the first request with tensors for the model "shared" creates this model.
+        creates_shared: True if the service creates a model named "shared", with all parameters trainable, when the
+            first request with tensors for it comes.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class ServiceApplication:
         return any([hmac.compare_digest(given, one) for one in accepted])
 
     def end_waits(self) -> None:
-        """Answers all requests that wait for results, before the server stops."""
+        """Answers "not done yet" to all requests that wait for results, before the server stops."""
         self._futures.end_waits()
 
     def end(self, sentence: str) -> None:

@@ -184,7 +184,7 @@ class Directory:
     def remove_weights(self, path: str) -> None:
         """Removes the weights saved under ``path``, if there are any.
 
-        Their files remain if a restart of the service needs them.
+        Their files are deleted too, unless a restart of the service would load them.
         """
         note = self.notes(WEIGHTS).get(path)
         if note is not None:
@@ -207,7 +207,7 @@ class Directory:
             self.remove_weights(path)
 
     def checkpoints(self, run: str | None = None) -> list[dict[str, Any]]:
-        """Returns the weights that the training run ``run``, or any run, has saved under a name, newest first.
+        """Returns the weights saved under a name in the training run ``run`` (None: in all runs), newest first.
 
         Each entry has the JSON form of the Tinker training API.
         """

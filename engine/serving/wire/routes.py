@@ -200,7 +200,7 @@ class FutureRoutes:
             raise self.ended
 
     def end_waits(self) -> None:
-        """Answers all requests that wait for results, before the server stops.
+        """Answers "not done yet" to all requests that wait for results, before the server stops.
 
         Call it in the thread of the server's event loop.
         """
