@@ -44,7 +44,7 @@ Order = Literal["tp-dp-pp", "tp-pp-dp"]
 
 @dataclass(frozen=True, slots=True)
 class GridAxis:
-    """Axis of the grid of ranks: its names, and the role of the ranks that differ only along it."""
+    """Axis of the grid of ranks: its names, and properties of the ranks that differ only in their index along it."""
 
     name: str
     """Name in process groups, traffic, reports and checkpoints."""
@@ -61,7 +61,7 @@ class GridAxis:
 
 
 class Spread(NamedTuple):
-    """Axes along which ranks shard one kind of parameters by ZeRO, have equal parameters, or sum gradients."""
+    """Axes of one kind of parameters, by purpose: sharding by ZeRO, equal parameters, and sums of gradients."""
 
     sharding: Axis = "dp"
     """Axis over which ZeRO shards the state and gradients are reduced."""
@@ -262,7 +262,7 @@ class Grid:
 
     @property
     def shard_copies(self) -> Axis:
-        """Name of the axis along which each group of ranks stores copies of one ZeRO shard."""
+        """Name of the axis along which ranks store the same ZeRO shard, even where they do not sum gradients."""
         others = [axis.name for axis in AXES if axis.copies and not axis.sums]
         return self._joined((self.shard_groups, *others))
 
@@ -455,8 +455,8 @@ def saved_grid(sizes: Mapping[str, Any]) -> Grid:
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
     """Maps each axis with several ranks to the axis that owns its process group, in order of creation of the groups.
 
-    An axis of all ranks uses the group "world". Axes with the same ranks share a group. The group of an axis along
-    which parameters are equal is not shared, so that gradient collectives run concurrently.
+    An axis with the same ranks as "world", "pp" or "tp" uses its group. Every other axis has a group of its own, so
+    that gradient collectives run concurrently.
     """
     lenders = ("world", *(axis.name for axis in AXES if not axis.copies))
     expert_axes = ("ep", *dict.fromkeys(grid.expert_spread[:5])) if grid.experts > 1 else ()

@@ -55,8 +55,8 @@ class CheckpointPolicy(Protocol):
     def every(self) -> int | None:
         """Interval n in modes ``selective`` and ``offload``.
 
-        ``selective`` recomputes only every n-th block, in full; None: every block, in part. ``offload`` offloads every
-        n-th block; None: all blocks.
+        ``offload`` offloads every n-th block; None: all blocks. ``selective`` recomputes every n-th block completely,
+        and no other block; None: it recomputes a part of every block.
         """
 
     @property
@@ -283,10 +283,10 @@ def _maker(value: Any) -> Callable[[Any], Any]:
 
 
 def as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:
-    """Returns a wrapper of ``inner``, a block's forward: its first call is the forward, later calls are recomputations.
+    """Returns a wrapper of ``inner``, a block's forward, for one forward of the block and its recomputations.
 
-    Recomputations run under the torch function modes of the first call. ``again`` is called once; it returns a context
-    manager factory for the recomputations.
+    The first call is the forward; later calls recompute it under the first call's torch function modes.
+    ``again`` is called once; it returns a context manager factory for the recomputations.
     """
     calls, run = 0, _in_mode_of_forward(inner)
     if again is None:

@@ -145,7 +145,8 @@ class SavedActivations:
     def before_sum(self, tensor: Tensor) -> None:
         """Drops saved outputs that share memory with ``tensor``. Call it before an in-place all-reduce of ``tensor``.
 
-        If ``tensor`` is only a part of its storage, the saved outputs are copied instead.
+        In recomputation the saved sum takes their place. If ``tensor`` is only a part of its storage, the saved outputs
+        are copied instead, because the sum does not replace all of them.
         """
         if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             self.before_write(tensor)

@@ -44,7 +44,8 @@ def plan_tiles(found: Iterable[RowwiseModule], setting: int | Literal["auto"] | 
     None.
 
     ``setting``: tokens of a tile. "auto" chooses the largest number at which intermediate tensors and gradients of one
-    tile are no larger than the module's inputs and outputs. ``ranks``: number of context ranks.
+    tile have together no more elements than the module's inputs and outputs for all tokens of a rank. ``ranks``: number
+    of context ranks.
     """
     if setting is None:
         return None

@@ -65,8 +65,8 @@ def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
 class Backend(Protocol):
     """Interface for communication along the axes of a grid.
 
-    Methods with the result ``Wait`` return a function that blocks until the call is complete. ``shard`` may be a view
-    of this rank's slice of ``full``.
+    Methods with the result ``Wait`` return a function that blocks until the call is complete. In
+    methods with arguments ``full`` and ``shard``, ``shard`` may be a view of this rank's slice of ``full``.
     """
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
@@ -88,14 +88,17 @@ class Backend(Protocol):
         """
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the ``all_to_all`` group of indices ``members`` of the data axis; all ranks pass equal indices."""
+        """Creates the ``all_to_all`` group of indices ``members`` of the data axis.
+
+        Every rank of the world calls it, with the same ``members``.
+        """
         return
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
         """Starts to send slice i of ``given`` to index ``members[i]`` of ``axis``; returns a function that waits.
 
-        Slice i of ``received`` comes from index ``members[i]``; all slices have equal size. Only the data axis permits
-        ``members`` other than all its indices.
+        Slice i of ``received`` comes from index ``members[i]``; all slices have equal size. ``members`` has all
+        indices of ``axis``; on the data axis, after ``connect_data(members)``, it may have only some.
         """
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
@@ -107,7 +110,8 @@ class Backend(Protocol):
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
         """Creates the process groups that ``gather_parameters`` uses with the same arguments; every rank calls it.
 
-        A group is ``within`` consecutive indices of the data axis (default: all), or all ranks of ``axis`` if given.
+        ``within``: number of consecutive indices of the data axis in a group; None: all. If ``axis`` is given, a group
+        is all its ranks.
         """
         return
 
@@ -121,7 +125,7 @@ class Backend(Protocol):
         """
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data`` (equal length on all ranks) between the host memories of ``within`` consecutive data
+        """All-gathers ``data`` (equal length on all ranks) in host memory, in groups of ``within`` consecutive data
         ranks.
 
         Returns the bytes of each rank, in order of index. No device synchronizes.
@@ -163,7 +167,9 @@ class Backend(Protocol):
 
 
 class RecordingBackend(Backend):
-    """Backend that communicates nothing, so that one process can replay the calls of any rank."""
+    """Backend that communicates nothing, so that one process can make the calls of any rank; :class:`Comm` records
+    them.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid

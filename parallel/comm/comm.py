@@ -188,7 +188,7 @@ class Comm:
 
     @contextmanager
     def within(self, step: int) -> Iterator[None]:
-        """Returns a context that this rank's communication log shows as an engine call after ``step`` steps."""
+        """Returns a context that marks an engine call, made after ``step`` steps, in this rank's communication log."""
         if self.recorder is None:
             yield
             return
@@ -200,7 +200,7 @@ class Comm:
 
     @contextmanager
     def noted(self, call: str) -> Iterator[None]:
-        """Returns a context, shown in this rank's communication log as ``call``, a call that every rank makes."""
+        """Returns a context that records ``call``, an engine call of every rank, in this rank's communication log."""
         if self.recorder is None:
             yield
             return
@@ -220,7 +220,7 @@ class Comm:
     def failed(self, call: str, error: BaseException, alike: bool = True) -> None:
         """Records that ``call`` has failed on this rank with ``error``.
 
-        ``alike``: True if the engine may continue when all ranks fail after equally many collectives; else it ends.
+        ``alike``: False ends the engine. True ends it unless all ranks fail in ``call`` after equally many collectives.
         """
         self.failures.note(call, error, f"{call} after {self._sequence} collectives" if alike else None)
 
@@ -321,8 +321,8 @@ class Comm:
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], label: str, axis: Axis) -> Pending:
         """Starts to exchange slices of equal size: slice i of ``given`` goes to index ``members[i]`` of ``axis``.
 
-        Slice i of ``received`` comes from that index. Only the data axis permits ``members`` other than all its
-        indices.
+        Slice i of ``received`` comes from that index. ``members`` has all indices of ``axis``; on the data axis, after
+        :meth:`connect_data` with the same ``members``, it may have only some.
         """
         if len(members) == 1:
             received.copy_(given)
@@ -349,7 +349,7 @@ class Comm:
         return self._launch(work, axis, label, call, self._axis_route(axis))
 
     def filled(self, pending: Pending) -> Pending:
-        """Returns ``pending``; its wait first calls ``self.fill_wait``, if set, to compute during communication."""
+        """Returns ``pending``; its wait first calls the callback ``self.fill_wait``, if set, for other computation."""
         return pending if self.fill_wait is None else pending.beside(self._use_wait)
 
     def _use_wait(self) -> None:
@@ -357,7 +357,7 @@ class Comm:
             self.fill_wait()
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Creates the groups of :meth:`gather_parameters` for these arguments; every rank of the world calls it."""
+        """Creates the groups that :meth:`gather_parameters` uses with the same arguments; every rank calls it."""
         if axis is None:
             self._backend.open_gathers(within or self.grid.shard_group)
         elif self.grid.size(axis) > 1:
@@ -368,7 +368,7 @@ class Comm:
     ) -> Pending:
         """Starts to all-gather ``shard`` into ``full`` for each pair (``full``, ``shard``), as one call.
 
-        The group is ``within`` neighbouring data ranks (default: a ZeRO shard group), or all of ``axis`` if given.
+        ``within``: number of neighbouring data ranks in a group; None: ZeRO shard group. With ``axis``: all its ranks.
         """
         within = within or self.grid.shard_group if axis is None else None
         elements = sum(full.numel() for full, _ in pairs)
@@ -411,7 +411,7 @@ class Comm:
     def close(self) -> None:
         """Ends this engine's communication; the default process group and groups borrowed from another engine remain.
 
-        After a failed call it also drops unfinished calls; with gloo, other ranks of these calls stop waiting and fail.
+        After a failed call it also drops unfinished calls; with gloo, ranks that still wait in such a call then fail.
         """
         self._closed = True
         if self.borrows:

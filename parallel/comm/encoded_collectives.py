@@ -43,10 +43,10 @@ Exchange = Callable[[Tensor, Tensor], Pending]
 
 
 def sum_messages(given_Rm: Tensor, out_s: Tensor, codec: Codec, exchange: Exchange) -> Pending:
-    """Calls ``exchange(received, given_Rm)``, which starts an all-to-all: row r of ``given_Rm`` [ranks, bytes] goes to
-    rank r.
+    """Starts to sum encoded messages over ranks: row r of ``given_Rm`` [ranks, bytes] goes to rank r.
 
-    After the returned handle's wait, ``out_s`` is the sum of the received rows, decoded by ``codec``.
+    After the returned handle's wait, ``out_s`` is the sum of the received rows, decoded by ``codec``. ``exchange``:
+    function (receive buffer, ``given_Rm``) that starts the all-to-all.
     """
     received_Rm = torch.empty_like(given_Rm)
     return exchange(received_Rm, given_Rm).then(partial(codec.add, received_Rm, out_s))

@@ -68,8 +68,8 @@ class FailedCalls:
         """Records that ``call`` has failed on this rank with ``error``, and starts, in a thread, a vote of all ranks:
         the engine continues or ends.
 
-        ``place``: text for the point of failure, equal on ranks that failed at the same point. None: no other rank can
-        have failed there.
+        ``place``: text for the point of failure; the engine continues if all ranks vote with the same text. None: the
+        engine ends.
         """
         if self._verdict != "":
             return
@@ -86,7 +86,9 @@ class FailedCalls:
         threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
 
     def refuse(self, call: str) -> None:
-        """Waits for a running vote of all ranks after a failed call. The argument ``call`` is unused.
+        """Raises if a vote of all ranks after a failed call has ended the engine; waits for a running vote first.
+
+        The argument ``call`` is unused.
 
         Raises:
             EngineError: the engine has ended; the same message on every rank.

@@ -74,7 +74,7 @@ def find_place(variables: _Variables) -> Place | None:
 
 
 def local_rank(variables: _Variables, rank: int) -> int:
-    """Returns this process's local rank from the launcher's environment ``variables``, by default the global rank
+    """Returns this process's local rank from the launcher's environment ``variables``; if they lack it, the global rank
     ``rank``.
     """
     task = _find_task(variables)

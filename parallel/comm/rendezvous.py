@@ -91,7 +91,7 @@ class _Verdict(TypedDict):
 
 @dataclass(slots=True)
 class Rendezvous:
-    """Meeting of all ranks of a job through its key-value store; every rank calls :meth:`meet`."""
+    """Meeting of all ranks of a job through its key-value store, to compare settings; every rank calls :meth:`meet`."""
 
     store: KeyStore
     rank: int
@@ -104,7 +104,7 @@ class Rendezvous:
     _heard: dict[int, str] = field(default_factory=dict)
 
     def meet(self, given: Mapping[str, str]) -> Difference | None:
-        """Waits for all ranks and compares their settings ``given``, texts by name.
+        """Waits for all ranks and compares their settings. ``given``: this rank's values, by name of the setting.
 
         Returns the first setting with different values, or None; the result is equal on all ranks.
 
@@ -217,7 +217,7 @@ def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[s
     """Returns the first key that is missing in some of the mappings ``texts``, or has different values; None if none.
 
     Args:
-        alike: for each mapping of ``texts``, the ranks that have it.
+        alike: groups of ranks; all ranks in ``alike[i]`` have the mapping ``texts[i]``.
     """
     keys = dict.fromkeys(key for text in texts for key in text)
     for key in keys:
@@ -234,7 +234,7 @@ def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[s
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """Formats ``ranks`` for messages, such as ``ranks 0, 2``; names at most eight and counts the others.
 
-    ``hosts``: host name of every rank, added to each rank: ``rank 3 (node1)``.
+    ``hosts``: host names of all ranks of the world, by rank, to add in parentheses: ``rank 3 (node1)``.
     """
     shown = [f"{rank} ({hosts[rank]})" if hosts else str(rank) for rank in ranks[:8]]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}" + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
@@ -254,7 +254,8 @@ class FailureReports:
         """Reports that the collective ``what`` failed on this rank; returns text about the ranks that did not
         join it.
 
-        ``peers``: all ranks of the collective. The text may be ''. Takes a few seconds at most.
+        ``peers``: all ranks of the collective. The text is '' if all report that it failed, or if nothing is known
+        after a few seconds.
         """
         words: list[str] = []
         asking = threading.Thread(target=self._ask, args=(what, peers, words.append), daemon=True)

@@ -82,7 +82,7 @@ class StagedBackend(Backend):
         return _brought(self._inner.exchange(host, _on_host(given), gets, gives, axis), (received, host))
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Creates the groups of :meth:`gather_parameters` for these arguments, in the CPU backend."""
+        """Creates, in the CPU backend, the groups that :meth:`gather_parameters` uses with the same arguments."""
         self._inner.open_gathers(within, axis)
 
     def gather_parameters(
@@ -98,7 +98,7 @@ class StagedBackend(Backend):
         return _brought(self._inner.gather_parameters(hosts, within, axis), *filled)
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data``, of equal length on all ranks, over ``within`` consecutive data ranks.
+        """All-gathers ``data``, of equal length on all ranks, in groups of ``within`` consecutive data ranks.
 
         Returns the bytes of each rank, in order of index.
         """

@@ -151,14 +151,14 @@ class SlotSizes:
 
     @property
     def total(self) -> int:
-        """Bytes of one rank's memory: slots, and words that signal arrived data."""
+        """Bytes of one rank's memory: the sum of :attr:`slots` and :attr:`arrivals`."""
         return self.slots + self.arrivals
 
     @property
     def arrivals(self) -> int:
-        """Bytes of the int32 words in one rank's memory that signal arrived data.
+        """Bytes of the int32 words in one rank's memory for signals; each signals that one tile has arrived.
 
-        Each word belongs to one tile, a part of a slot.
+        A tile is a part of a slot.
         """
         return padded_bytes(2 * _WORD * self.ranks * self.most)
 
@@ -214,7 +214,7 @@ class SymmetricBuffer:
         return size <= self.sizes.capacity and tiles <= self.sizes.most
 
     def say_once(self, sentence: str) -> None:
-        """Logs ``sentence``, the reason why a collective does not use this memory, only once."""
+        """Logs ``sentence``, the reason why a collective does not use this memory, unless it has logged it before."""
         if sentence not in self._said:
             self._said.add(sentence)
             logger.info("overlap: %s", sentence)

@@ -324,9 +324,9 @@ class _Post:
 
 
 class ThreadBackend(Backend):
-    """Backend of a rank that is a thread of this process.
+    """Backend of one of several ranks that are threads of this process and run one at a time.
 
-    ``share_bytes`` returns None, because kernels that wait for each other would deadlock.
+    ``share_bytes`` returns None: a kernel that waits for another rank's kernel would deadlock.
     """
 
     def __init__(self, grid: Grid, turns: Turns, post: _Post) -> None:

@@ -58,8 +58,8 @@ exchange, or a channel of messages."""
 class TorchBackend:
     """Backend between processes, over torch.distributed: one process group per axis of several ranks.
 
-    If ``linked`` (by default with NCCL), each channel of activations and gradients has a group of its own. ``close``
-    destroys the groups that this backend has opened.
+    If ``linked`` (by default with NCCL), each pipeline channel of activations or gradients has a group of its own;
+    otherwise they share the group of axis pp. ``close`` destroys the groups that this backend has opened.
 
     On one host, tensor ranks on CPUs use shared memory instead of a group, and so do data ranks in
     :meth:`exchange_gathers`.
@@ -128,8 +128,9 @@ class TorchBackend:
         return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the groups that ``all_to_all`` uses for ``members`` of the data axis, one per coordinate of the other
-        axes.
+        """Creates the groups in which ``all_to_all`` exchanges between the indices ``members`` of the data axis.
+
+        Every rank of the world calls it, with the same ``members``.
         """
         if len(members) in (1, self._grid.size(self._grid.shard_line)) or _DataMembers(members) in self._groups:
             return
@@ -205,7 +206,7 @@ class TorchBackend:
         return _exchange(group, data) if self._agreement is None else self._agreement.exchange(data)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates groups of indices ``stages`` of axis pp for ``sum_over_stages``, one per coordinate of other axes."""
+        """Creates the groups in which ``sum_over_stages`` sums over ``stages``; all ranks pass the same ``stages``."""
         if stages not in self._groups:
             self._groups[stages] = self._among(stages)
 
@@ -219,7 +220,8 @@ class TorchBackend:
         return _finisher(dist.all_reduce(tensor, group=self._groups[stages], async_op=True))
 
     def link(self, links: Sequence[Link]) -> None:
-        """Creates and connects a process group for messages over each of ``links``; does nothing with gloo.
+        """Creates and connects a separate process group for each link in ``links``, except links for training state;
+        does nothing with gloo.
 
         Every rank calls it with the same ``links``.
         """

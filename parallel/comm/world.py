@@ -221,7 +221,8 @@ def open_world(world: World, store: Store | None = None) -> None:
     """Starts torch's default process group for ``world``, unless it exists; it is destroyed at interpreter exit.
 
     Args:
-        store: store with a prefix that no earlier start of the job has used; None: the store of the job.
+        store: key-value store with a key prefix that no earlier run of a restarted job has used; None: the store of the
+            job.
 
     Raises:
         GridError: the other ranks cannot be reached; the message names address and network interface.
@@ -296,8 +297,9 @@ class OwnedGroups:
     ) -> dist.ProcessGroup | None:
         """Creates and returns the process group of ``ranks``, which include this rank; returns None for ``ranks`` None.
 
-        Every rank of the world calls it at the same point, with equal or disjoint ``ranks``; only members of a group
-        wait for each other. The default ``timeout`` is :func:`group_timeout`.
+        Every rank of the world calls it at the same point, with the ranks of its own group, or None if it has none.
+        Groups are disjoint, and only members of a group wait for each other. The default ``timeout`` is
+        :func:`group_timeout`.
         """
         wait = group_timeout() if timeout is None else timeout
         made = _members_meet(ranks, backend, wait)

@@ -31,7 +31,8 @@ class KeyAttention(NamedTuple):
     scale: float
 
     def rules(self, number: int, rows: Tensor | None, unseeing: Tensor | None) -> Iterator[tuple[SeenBlock, BlockRule]]:
-        """Yields pairs (block of queries and keys, rule of its mask) for the keys in ``flow.parcels[number]``.
+        """Yields pairs (block of queries and keys, its scale and mask) for the keys received in communication
+        ``number`` of the attention, from 0.
 
         Blocks without visible keys are omitted. ``rows``: mask of this rank's queries, [.., queries or 1, keys of all
         ranks or 1]; None: no mask. ``unseeing``: bool, True for queries that see no key.
@@ -63,10 +64,11 @@ class KeyAttention(NamedTuple):
 def attend_keys(q: Tensor, pairs: Tensor, rows: Tensor | None, attention: KeyAttention) -> Tensor:
     """Returns attention's output [.., G, Q, E] for this rank's queries ``q`` [.., G, Q, D] over the keys of all ranks.
 
-    ``pairs`` [.., H, K, D + E]: this rank's keys, each joined with its value. Backward receives all keys once more.
-    ``rows``: mask of this rank's queries, without a gradient; None: no mask.
-
     G, H: heads of queries and of keys. Q, K: their positions. D, E: sizes of a key and of a value.
+
+    ``pairs`` [.., H, K, D + E]: this rank's keys, each concatenated with its value. ``rows``: mask of this rank's
+    queries, without a gradient; None: no mask. ``attention``: causality, scale, and order in which keys are received.
+    Backward receives the keys of other ranks again.
     """
     if casts_for_autocast(q):
         dtype = torch.get_autocast_dtype(q.device.type)

@@ -158,12 +158,12 @@ def _ends(
 
 
 def work_of_documents(batch: Iterable[tuple[str, Tensor]]) -> Mapping[int, Indices]:
-    """Returns the attention work at each position of packed documents, summed over batch rows: [S], keyed by S.
+    """Returns, for each sequence length S with packed documents, the attention work [S] at each position.
 
-    The work is the number of keys that the position's query sees. Omits lengths S without packed documents.
+    The work is the number of keys that the position's query sees, summed over batch rows.
 
-    ``batch``: pairs (name, tensor). Copies integer tensors [B, S] with names such as "position_ids" or
-    "seq_idx" to the host.
+    ``batch``: pairs (name, tensor). Documents are read from integer tensors [B, S] with a name of document indices or
+    positions, such as "seq_idx" or "position_ids", and only these are copied to the host.
     """
     found: dict[int, Indices] = {}
     for name, tensor in batch:

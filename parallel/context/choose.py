@@ -94,8 +94,8 @@ class MethodCost(NamedTuple):
 def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[Method, MethodCost]:
     """Returns the cost of each context-parallel attention method that can run with the sizes ``form``.
 
-    "heads" requires a number of heads that is divisible by the ranks; "need" requires ``form.sent`` and
-    ``form.needed``; "gather" and "ring" always can run.
+    "heads" requires a number of heads that is divisible by the number of ranks; "need" requires that ``form.sent`` and
+    ``form.needed`` are not None; "gather" and "ring" always can run.
     """
     away, whole = form.ranks - 1, form.key_bytes
     gathered = whole * away // form.ranks

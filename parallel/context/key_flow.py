@@ -25,8 +25,9 @@ KEYS, KEY_GRADIENTS = "keys", "key gradients"
 
 
 class Parcel(NamedTuple):
-    """Keys and values that a rank receives in one communication. ``boxes``: slices that are sent and
-    received; None: the rank's own keys, without communication.
+    """Keys and values that a rank receives in one communication, or its own.
+
+    ``boxes``: slices that are sent and received; None: the rank's own keys and values, without communication.
     """
 
     keys: Runs
@@ -77,8 +78,8 @@ class KeyFlow(NamedTuple):
         """Starts to send ``grad``, the gradient of the keys and values received in communication ``number``, back to
         their ranks.
 
-        Returns a tensor and a function that waits; the tensor is then the gradient of this rank's keys and values,
-        summed over ranks.
+        Returns a tensor and a function that waits. After the wait, the tensor is the gradient of this rank's keys and
+        values from this communication alone, summed over ranks.
         """
         parcel = self.parcels[number]
         if parcel.boxes is None:
@@ -91,7 +92,7 @@ class KeyFlow(NamedTuple):
         return made, pending.wait
 
     def expect_backward(self, local: Tensor, made: Tensor) -> None:
-        """Reports the collectives of attention's backward to ``self.axis.listener``, only in a dry run of the axis.
+        """Reports the collectives that attention's backward will make to ``self.axis.listener``, if ``self.axis.dry``.
 
         ``local``: keys and values of this rank. ``made``: output of the attention.
         """

@@ -46,9 +46,10 @@ _MEMORY_SHARE = 16
 
 
 class AttentionMethods:
-    """Record of the context-parallel method (gather, need, heads or ring) by which each attention of a model runs.
+    """Configured context-parallel attention method of a model, and record of the methods (gather, need, heads or ring)
+    that its calls used.
 
-    ``asked``: configured method; "auto" chooses one for each call. The object also caches masks and attention-call
+    ``asked``: configured method; "auto": one is chosen for each call. The object also caches masks and attention-call
     plans of one forward.
     """
 
@@ -153,8 +154,8 @@ def context_attention(context: "AttendingContext", func: Function, *args: Any, *
 
     Tensors are [.., heads, S, D] with positions S sharded over axis cp.
 
-    The method of ``context`` moves keys and values between ranks; calls that it does not support gather them. The
-    result is sharded as the queries.
+    The method of ``context`` moves keys and values between ranks; if it does not support the call, they are
+    all-gathered. The result is sharded as the queries.
 
     Raises:
         NoRuleError: another dim than S is sharded, or keys and values are sharded differently.

@@ -341,8 +341,8 @@ def seen_lines(
 
     The result is cached; the host waits once for the device. Rows of an additive mask count as seeing all keys.
 
-    ``runs``: lengths of the runs of neighbouring queries; a block does not cross runs. ``places``: indices of the keys
-    to consider; None: all keys. ``key``: cache key that identifies ``places``.
+    ``runs``: number of rows in each run of consecutive query positions; a block is within one run. ``places``:
+    indices of the keys to consider; None: all keys. ``key``: cache key that identifies ``places``.
     """
     at = (tuple(runs), key)
     if at not in recipe.seen:

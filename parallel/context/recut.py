@@ -188,9 +188,10 @@ class Way(NamedTuple):
 
 
 def start_send(x: Tensor, way: Way, axis: TensorAxis, label: str) -> tuple[Tensor, Wait]:
-    """Starts to reshard the local tensor ``x`` by the plan ``way`` over ``axis``, under the name ``label`` in counts.
+    """Starts to reshard the local tensor ``x`` by the plan ``way`` over ``axis``.
 
-    Returns this rank's new shard, and a function that waits until the shard is complete.
+    Returns this rank's new shard, and a function that waits until the shard is complete. ``label``: name of the
+    exchange in traffic counts.
     """
     (made,), wait = start_together((x,), (way,), axis, label)
     return made, wait
@@ -202,7 +203,8 @@ def start_together(
     """Starts to reshard the local tensors ``given``, of one dtype, by the plans ``ways``, in one exchange over
     ``axis``.
 
-    Returns this rank's new shards, and a function that waits until they are complete. ``label``: name in counts.
+    Returns this rank's new shards, and a function that waits until they are complete. ``label``: name of the exchange
+    in traffic counts.
     """
     own, others = axis.index, [rank for rank in range(axis.size) if rank != axis.index]
     expect(given, [way.boxes for way in ways], axis, label)
@@ -255,10 +257,10 @@ def _packed(given: Sequence[Tensor], ways: Sequence[Way], others: Sequence[int])
 def expect(
     given: Sequence[Tensor], boxes: Sequence[Boxes], axis: TensorAxis, label: str, made: Tensor | None = None
 ) -> None:
-    """Reports to ``axis.listener``, in a dry run of ``axis``, the bytes that each rank would send to reshard ``given``
-    by the plans ``boxes``.
+    """Reports to ``axis.listener``, if ``axis.dry``, the bytes that each rank would send to reshard ``given`` by the
+    plans ``boxes``.
 
-    ``made``: in backward, the forward result with the autograd node that runs the exchange; None in forward.
+    ``made``: None if forward runs the exchange; if backward does, the forward result, and its ``grad_fn`` runs it.
     """
     if axis.dry:
         sizes = (each.sent(x, axis.size) for x, each in zip(given, boxes, strict=True))

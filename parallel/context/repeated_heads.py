@@ -37,7 +37,8 @@ def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_reshape(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``reshape``; if it joins a repeated dim with the heads, the result refers to the unrepeated heads.
+    """Computes ``reshape``; if it joins the heads with a dim that ``expand`` repeated, the result records the
+    unrepeated heads.
 
     Attention then sends the smaller, unrepeated tensor between ranks.
     """

@@ -125,8 +125,9 @@ class ContextOfSequences(AttendingContext):
         return self.find(("shard", length), lambda: self.shard(length, self.axis.size, self.unit))
 
     def current(self, sets: Sets) -> Sets:
-        """Converts ``sets``, a sharding from a forward without packed documents, for this forward. Dims of packed
-        documents get the sharding of these documents.
+        """Converts ``sets``, a sharding in forwards without packed documents, to the sharding in this forward.
+
+        It changes only for dims with the length of this forward's packed documents.
         """
         if not self.running:
             return sets
@@ -135,7 +136,7 @@ class ContextOfSequences(AttendingContext):
         )
 
     def is_plain(self, sets: Sets) -> bool:
-        """Returns True if each dim in ``sets`` is sharded as this batch's sequence of the same length."""
+        """Returns True if each sharded dim of size n in ``sets`` is sharded as this batch's sequences of length n."""
         return all(index is None or index == self.found((POSITIONS, index.size)) for index in sets)
 
     def _is_shared(self, index: Index) -> bool:
@@ -170,7 +171,7 @@ class ContextOfSequences(AttendingContext):
             self._is_noted = True
 
     def next_age(self) -> int:
-        """Counts one more slice, such as ``x[:, t]``, that a single rank stores; returns the count."""
+        """Returns the number, from 1, of the next slice, such as ``x[:, t]``, that a single rank stores."""
         self._age += 1
         return self._age
 

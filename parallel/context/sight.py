@@ -69,7 +69,7 @@ def all_keys(queries: Runs, keys: Runs) -> Iterator[SeenBlock]:
 
 
 def needed_keys(queries: Index, keys: int, causal: bool, mask: Tensor | None) -> Index | None:
-    """Returns, for each rank, the keys that at least one of its queries sees; equal on all ranks.
+    """Returns, for each rank, the keys that at least one of its queries sees; every rank gets the same result.
 
     Returns None if ``mask`` is needed, but is sharded or has no values (a meta tensor). ``queries``: positions of the
     queries of each rank. ``keys``: number of keys. ``mask``: [.., queries or 1, keys or 1], bool or added to scores;

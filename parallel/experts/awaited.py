@@ -67,8 +67,8 @@ class Arrival:
     def send_back(self, grad: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Pending]:
         """Starts to send the gradient of each received expert result back to the rank of its expert.
 
-        Returns (``grad``, receive buffer for the gradients of results that this rank has sent, handle of the exchange).
-        ``grad``: gradient of ``sums``. ``token``: index of the token of each result.
+        Returns (``grad`` itself, receive buffer for gradients of the results that this rank's experts computed, handle
+        of the exchange). ``grad``: gradient of ``sums``. ``token``: index of the token of each result.
         """
         rows = grad.new_empty(sum(self._route.gets), *grad.shape[1:])
         route, given = self._route, grad.index_select(0, token)
@@ -80,7 +80,7 @@ class Awaited(Tensor):
     """Output tensor of an expert layer that waits for its expert results at its first use, and then acts as a plain
     tensor.
 
-    A torch function waits before autograd records it. A C++ extension that accesses the data pointer raises.
+    A torch function waits before autograd records the call. A C++ extension that accesses the data pointer raises.
     """
 
     _arrival: Arrival

@@ -62,8 +62,8 @@ class ExpertCall(Protocol):
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
         """Converts ``rows`` to arguments for a module with ``experts`` experts.
 
-        ``given``: arguments of the original call, by name. If they have row counts, such as a list, new ones get their
-        type.
+        ``given``: arguments of the original call, by name. New row counts, if any, get the type of the original ones,
+        such as a list.
         """
         ...
 

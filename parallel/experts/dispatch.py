@@ -31,7 +31,7 @@ class Round(NamedTuple):
 class Dispatch:
     """Plan that sends this rank's tokens to the ranks of their experts, each token once per rank.
 
-    The constructor all-gathers row counts over "ep", label "routing".
+    The constructor all-gathers row counts over axis "ep".
 
     Args:
         numbers: indices of the k experts of each of T tokens [T, k]; -1: no expert.

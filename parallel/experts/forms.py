@@ -168,16 +168,18 @@ def expert_bounds(experts: int, ranks: int) -> tuple[int, ...]:
 
 
 def expert_cut(experts: int, ranks: int, packing: ExpertPacking = ExpertPacking()) -> tuple[Range, ...]:
-    """Returns the sharding over ``ranks`` ranks of a parameter that stacks ``experts`` experts in the order
-    ``packing``.
+    """Returns the sharding over ``ranks`` ranks of a parameter that stacks ``experts`` experts: ranges along the expert
+    dim, one or several for each rank.
+
+    ``packing``: memory order of the parameter.
     """
     return packing.ranges(expert_bounds(experts, ranks))
 
 
 def stacked_experts(module: nn.Module) -> int:
-    """Returns the number of experts that the own parameters of ``module`` stack as [experts, ..]; 0 if none.
+    """Returns the number of experts if ``module``'s own parameters, except vectors, are [experts, ..]; otherwise 0.
 
-    At least one parameter must have a matrix for each expert. Parameters of submodules must be vectors.
+    It is also 0 if no parameter has a matrix for each expert, or a submodule has a parameter that is no vector.
     """
     own = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() >= 2]
     inside = sum(parameter.dim() >= 2 for parameter in module.parameters())
@@ -199,8 +201,8 @@ def possible_stacks(module: nn.Module) -> Iterator[Stack]:
     """Yields possible interpretations of a module's parameters as stacks of experts, in the order in which to test
     them.
 
-    Matrices are [experts, rows, width] with vectors for one or all experts, or [experts * rows, width] with the number
-    of experts in an integer attribute.
+    Matrices may be [experts, rows, width]; vectors [experts] then have a number for each expert, or all experts use
+    them. Or matrices are [experts * rows, width], and an integer attribute has the number of experts.
     """
     named = dict(module.named_parameters())
     matrices = [name for name, parameter in named.items() if parameter.dim() >= 2]
@@ -222,8 +224,8 @@ def adapted_stacks(found: RoutedExperts, adapter: nn.Module) -> Iterator[Stack]:
     """Yields possible interpretations of adapters' parameters, such as LoRA's, as stacks of experts, in the order in
     which to test them.
 
-    ``found``: the adapted module. ``adapter``: outermost adapter module. Parameters of the same name in several
-    adapters have the same memory order; unstacked parameters serve all experts.
+    ``found``: the adapted module. ``adapter``: outermost adapter module. Each interpretation assumes that parameters of
+    the same name in several adapters have the same memory order, and that all experts use unstacked parameters.
     """
     *adapters, (inside, base) = adapter_chain(adapter)
     theirs = {id(each) for each in base.parameters()}

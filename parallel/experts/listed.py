@@ -72,8 +72,8 @@ def share_listed(
     """Applies expert parallelism to the blocks in ``found``, by two runs of each forward.
 
     The first run collects the experts' input rows, which are sent to the ranks of the experts; the second uses their
-    results. ``tensor``: tensor-parallel axis. ``patches``: list that records the changes. ``uncounted``: callback that
-    returns a context for the first run, in which row counters stop.
+    results. ``tensor``: tensor-parallel axis. ``patches``: list that records the changes. ``uncounted``: returns a
+    context in which forwards do not count the rows of experts, for the first run.
     """
     for each in found:
         block = SharedList(each, model, comm, tensor, uncounted)

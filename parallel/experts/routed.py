@@ -69,8 +69,8 @@ class SharedExperts:
     """Forward of an expert layer with its experts distributed over the ranks of the axis "ep".
 
     If tensor ranks store whole experts, each sends an equal share of the rows, and results are gathered. If they shard
-    experts along their width, each sends all rows, and results are summed. A dry run of the tensor axis sends
-    nothing.
+    experts along their width, each sends all rows, and results are summed. While the tensor axis is ``dry``, this
+    rank's experts compute all rows, and nothing is sent.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ MOST_UNCUT = 3
 
 @dataclass(frozen=True, slots=True)
 class WidthCut:
-    """Result of :func:`prove_width`: the unsharded parameters of a module of experts, if tensor ranks shard the
+    """Result of :func:`prove_width`: the parameters of a module of experts that stay whole if tensor ranks shard the
     experts' width.
     """
 
@@ -45,7 +45,8 @@ def prove_width(
     changes: tuple[AttributeChange, ...],
     tp: int,
 ) -> WidthCut | str:
-    """Tests numerically whether ``tp`` tensor ranks can shard the experts' width, with results that add up.
+    """Tests numerically whether ``tp`` tensor ranks can shard the experts' width: their results must add up to the
+    full result.
 
     Returns a :class:`WidthCut` if they can, otherwise the reason as text.
 

@@ -33,7 +33,7 @@ class InferenceServer(BoundedConnection):
     ) -> Any:  # fmt: skip
         """Sends a request with ``body`` as JSON, and returns the parsed JSON of the reply.
 
-        Repeats an unanswered request for at most ``patience`` seconds, within the deadline set by the method ``limit``.
+        Repeats an unanswered request for at most ``patience`` seconds, but not after the deadline set by :meth:`limit`.
 
         Args:
             longest: maximum seconds of each attempt.
@@ -90,6 +90,9 @@ def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
 
 
 def after_failure(server: S, step: Callable[[S], None]) -> None:
-    """Calls ``step(server)`` after a failure; first sets the deadline of all requests to one second from now."""
+    """Calls ``step(server)`` to clean up after a failed update, with a deadline for requests one second from now.
+
+    Errors of ``step`` propagate.
+    """
     server.limit(1.0)
     step(server)

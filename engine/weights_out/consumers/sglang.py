@@ -34,8 +34,8 @@ class SglangServer(InferenceServer):
 
     Args:
         url: address of the server.
-        pause: treatment of running requests at a new version: "abort" aborts them, "retract" or "wait" computes
-            them again, and "in_place" continues them with the new weights.
+        pause: treatment of running requests at a new version: "abort" aborts them, "retract" (or its synonym
+            "wait") computes them again, and "in_place" continues them with the new weights.
         ranks: tensor x pipeline ranks of the server.
         transport: httpx transport that replaces the network, for tests.
     """
@@ -68,7 +68,7 @@ class SglangServer(InferenceServer):
         Args:
             host: address of the group's rank 0.
             port: port of the group's rank 0.
-            offset: rank of the server's first rank in the group.
+            offset: rank that the server's first process gets in the group; its other processes get the next ranks.
             size: number of ranks in the group: the training's rank 0 and the ranks of all servers.
             group: (name, backend) of the group.
         """
@@ -170,7 +170,7 @@ class SglangServers:
         again.
 
         Raises:
-            EngineError: a server fails, and the message names it. Servers with old and new weights stay paused.
+            EngineError: a server fails, and the message names it. A server with weights of two versions stays paused.
         """
         number, group = blocks.version.number, self._group
         assert group is not None, "the version is prepared"

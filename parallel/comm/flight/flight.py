@@ -58,7 +58,10 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamWaits:
-    """Number, total time and total bytes of a rank's waits for communication of one kind, axis, name and peer."""
+    """Number, total time and total bytes of a rank's waits for one stream of communication.
+
+    A stream has one ``kind``, ``axis``, name (``stream``) and ``peer``.
+    """
 
     kind: EventKind
     axis: str

@@ -96,7 +96,7 @@ class FlightRecorder:
         self._end(sequence, now())
 
     def wait(self, sequence: int) -> int:
-        """Records that this rank starts to wait for the event ``sequence``, a sequence number.
+        """Records that this rank starts to wait for the event with the sequence number ``sequence``.
 
         Returns the present time in nanoseconds, for :meth:`waited`.
         """

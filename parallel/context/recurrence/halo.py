@@ -39,9 +39,9 @@ _Rows = Callable[[], Indices]
 def index_of_length(context: "GlobalTensorContext", have: Index, size: int, key: Hashable, near: _Rows) -> Index:
     """Returns the sharding of a result with ``size`` rows that is computed from rows sharded as ``have``.
 
-    A result of as many rows as its source is sharded as ``have``; another, as this batch's sequence of length ``size``.
-    Without such a sequence, each row is on the rank of its source row. ``near``: callback that returns the source row
-    of each result row. ``key``: cache key that identifies ``near``.
+    A result of as many rows as its source is sharded as ``have``. A result of another ``size`` is sharded as this
+    batch's sequences of this length; without them, each row is on the rank of its source row. ``near``: callback that
+    returns the source row of each result row. ``key``: cache key that identifies ``near``.
     """
     if size == have.size:
         return have
@@ -242,9 +242,10 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
 
 
 def with_aligned_rows(rule: "TensorRule") -> "TensorRule":
-    """Returns a rule that runs ``rule``; after a NoRuleError it reshards the operands equally along rows and retries.
+    """Returns a rule that runs ``rule``. After a NoRuleError it gives sharded operands the same sharding of rows and
+    retries.
 
-    The error remains if they cannot be resharded, or are already sharded equally.
+    The error remains if they cannot be resharded, or already have the same sharding.
     """
 
     def run(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:

@@ -116,7 +116,7 @@ def moved_local(
     the rows with index -1.
 
     Raises:
-        NoRuleError: another dim is sharded too, also over tensor ranks.
+        NoRuleError: ``dim`` is not the only sharded dim, or tensor ranks shard ``x`` too.
     """
     context, have = x.views, x.sets[dim]
     if (

@@ -42,7 +42,10 @@ _CONTENT = frozenset((
 
 
 class SequenceState(Protocol):
-    """Interface, implemented by the context of sharded sequences, for tensors that a single rank stores."""
+    """Interface to the state for tensors that a single rank stores: messages between ranks, rules, and writes.
+
+    The context of sharded sequences implements it.
+    """
 
     relay: Relay
     placed: Mapping[Any, Any]
@@ -142,7 +145,7 @@ class PlacedTensor(GlobalTensor):
     def everywhere(self, reason: str) -> Tensor:
         """Broadcasts the tensor and returns it as a plain tensor on every rank; all ranks call it.
 
-        ``reason``: name of this broadcast in counts.
+        ``reason``: key under which ``gathers`` of the context counts this broadcast.
         """
         context = self.views
         context.note_gather(reason)
@@ -310,7 +313,8 @@ def _on_meta(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def with_gradient(local: Tensor, graded: bool) -> Tensor:
-    """Returns ``local``; if ``graded`` and a floating-point ``local`` requires no gradient, a new leaf that does.
+    """Returns ``local``; if ``graded``, and a floating-point ``local`` requires no gradient, returns a detached alias
+    that requires one.
 
     ``requires_grad`` is then the same on all ranks.
     """

@@ -180,7 +180,7 @@ def _has_views(x: GlobalTensor) -> bool:
 def gathered_value(value: Any, name: str) -> Any:
     """Returns ``value`` as a plain tensor on every rank if it is sharded or on a single rank; otherwise unchanged.
 
-    Converts each item of a tuple. ``name``: name of the gather in counts.
+    Converts each item of a tuple. ``name``: key under which ``gathers`` of the context counts the gather.
     """
     if type(value) is PlacedTensor:
         return value.everywhere(name)

@@ -60,7 +60,7 @@ class Relay:
     def tie(self, local: Tensor, graded: bool, in_place: bool = False) -> Tensor:
         """Returns ``local`` with an autograd graph, so that every rank's backward reaches all messages sent so far.
 
-        ``graded``: True if every rank needs a graph, also without a message. ``in_place``: True to attach the graph to
+        ``graded``: True to attach a graph even if no message has been sent. ``in_place``: True to attach the graph to
         ``local`` itself.
         """
         if not torch.is_grad_enabled() or not (graded or self.token is not None):

@@ -37,7 +37,7 @@ _LENGTH, _PART = 37, 21
 
 
 class Carry(NamedTuple):
-    """Arguments by which a scan function takes and returns its state, and the dim of positions in its result.
+    """Names of a scan function's arguments for its state, and the dim of positions in its result.
 
     ``state``: name of the argument for the initial state; ``flag``: name of the argument that requests the last state.
     """

@@ -132,9 +132,9 @@ class SequenceSize(NamedTuple):
         return 0 if len(shape) > 0 and shape[0] == self.rows * self.length else None
 
     def form_of(self, call: SeenCall) -> CallForm | None:
-        """Returns conditions that the recorded ``call`` and calls of the same form satisfy.
+        """Returns conditions for calls with the structure, numbers of dims and other values of the recorded ``call``.
 
-        Returns None if no floating-point argument has positions.
+        Sizes and dtypes of tensors may differ. Returns None if no floating-point argument has positions.
         """
         forms = [
             LeafForm(len(leaf.shape), self.dim_of(leaf.shape))

@@ -33,8 +33,8 @@ def is_custom(found: Any) -> TypeGuard[type[Function]]:
 def follow_function(function: type[Function]) -> type[Function]:
     """Returns a subclass of ``function`` that runs on this rank's positions of sharded arguments.
 
-    Its ``apply`` first tests by a trial run that ``function`` computes each position independently; if not, it passes
-    the arguments unchanged.
+    Its ``apply`` first tests by a trial run that ``function`` computes each position independently; if not, it calls
+    ``function.apply`` with the unchanged arguments.
     """
 
     def apply(*args: Any) -> Any:

@@ -41,7 +41,7 @@ _DROPOUT = (functional.dropout, torch.dropout, functional.alpha_dropout)
 class ProvenForm(NamedTuple):
     """Conditions for calls in which a module is proven to compute each position independently.
 
-    It also describes the result and the memory of such calls.
+    It also describes the result of such calls, and counts the elements of their tensors.
     """
 
     call: CallForm
