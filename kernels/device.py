@@ -240,14 +240,17 @@ class PostedCopy:
 class PinnedCopies:
     """Asynchronous copies of host tensors to a device, through page-locked memory.
 
-    The object refers to the page-locked memory until the device has read it.
+    The object prevents the reuse of this memory until the device has read it.
     """
 
     def __init__(self) -> None:
         self._unread: deque[tuple[torch.Event, torch.Tensor]] = deque()
 
     def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns a copy of ``tensor`` on ``device``, the current device of this thread; the host does not wait."""
+        """Returns a copy of ``tensor`` on ``device``; the host does not wait.
+
+        ``device`` must be the current device of this thread.
+        """
         pageable = _is_accelerator(device) and is_host(tensor.device) and tensor.numel() and not tensor.is_pinned()
         if not pageable:
             return tensor.to(device, non_blocking=True)

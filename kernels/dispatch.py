@@ -54,9 +54,9 @@ class MainGradient(Protocol):
     """
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """Returns the gradient sum for an addition in place.
+        """Returns the gradient sum for an addition in place, or None if it is not available now.
 
-        None: it is not available now, and the backward must return its gradient to autograd.
+        After None, the backward must return its gradient to autograd.
 
         ``node``: autograd node that accumulates the parameter's gradients; None: outside of autograd.
         """
@@ -100,7 +100,7 @@ class MainGradients:
 
 
 def is_executed(node: Any) -> bool:
-    """Returns True if the running backward executes the autograd node ``node``."""
+    """Returns True if the running backward has executed or will execute the autograd node ``node``."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch raises this if backward returns the gradient of this node itself
@@ -209,16 +209,17 @@ class Kernels:
         return self.mode != "auto" or not is_host(device)
 
     def takes(self, operator: str, x: Tensor) -> bool:
-        """Returns True if ``operator`` should run in Triton on ``x``, and Triton supports the dtype.
+        """Returns True if ``operator`` should run in Triton on ``x``.
 
-        The choice depends on the size of the last dim of ``x``.
+        The choice depends on device, dtype and size of the last dim of ``x``.
         """
         return self.mode != "reference" and is_narrow(x) and self.triton(operator, x, x.shape[-1])
 
     def for_products(self, x: Tensor) -> "Kernels":
-        """Returns the kernel selection for the matrix products of a linear layer with inputs like ``x``.
+        """Returns the kernel selection for a linear layer's matrix products on the device and in the dtype of ``x``.
 
-        It is ``REFERENCE`` (always PyTorch) if Triton is not faster at any width, otherwise ``self``.
+        It is ``REFERENCE`` (always PyTorch) if ``self`` selects Triton for these products at no width; otherwise
+        ``self``.
         """
         if self.mode == "reference":
             return self
@@ -426,7 +427,10 @@ class FusedOperator(Generic[R]):
 
 @contextmanager
 def launching_on_shapes() -> Iterator[None]:
-    """Makes operators run their launch code inside the context even for meta or fake tensors, to record launches."""
+    """Makes operators run their launch code inside the context even for meta or fake tensors.
+
+    The caller must replace Triton's launch function by one that records launches and runs no kernel.
+    """
     token = _LAUNCHES.set(True)
     try:
         yield

@@ -89,9 +89,9 @@ class OverlapChoices:
         self.rows = tuple(rows)
 
     def find(self, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> OverlapChoice | None:
-        """Returns the row for ``operation`` on a product of ``sizes`` in ``dtype``; None if no row applies.
+        """Returns the choice for ``operation`` on a product of ``sizes`` in ``dtype``; None if there is none.
 
-        It has the columns and depth of ``sizes``, and the largest ``rows`` up to ``sizes.rows``.
+        Among the choices with the columns and depth of ``sizes``, it has the largest ``rows`` up to ``sizes.rows``.
         """
         product = (sizes.columns, sizes.depth)
         held = [
@@ -105,7 +105,7 @@ class OverlapChoices:
     ) -> bool:  # fmt: skip
         """Returns True if a kernel that multiplies while it communicates may be the fastest for ``operation``.
 
-        The product has ``rows`` rows; ``columns`` or ``depth`` None: any measured size.
+        The product has ``rows`` rows. For ``columns`` or ``depth`` of None, one measured size that qualifies suffices.
         """
         products = {
             ProductSizes(rows, row.columns, row.depth)
@@ -169,7 +169,7 @@ class Mailbox:
 
 
 class Missing(NamedTuple):
-    """First tile of data that did not arrive: its sender, its number, and the number ``epoch`` of the kernel call."""
+    """First tile that did not arrive: its sender's rank, its number, and the number of the kernel call (``epoch``)."""
 
     rank: int
     tile: int
@@ -177,7 +177,7 @@ class Missing(NamedTuple):
 
 
 def read_status(word: int) -> Missing | None:
-    """Decodes the status word of a :class:`Mailbox`; returns the first missing signal, or None."""
+    """Decodes the status word of a :class:`Mailbox`; returns the first missing tile, or None if all arrived."""
     return Missing(word >> 24 & 0xFF, (word & 0xFFFFFF) - 1, word >> 32) if word else None
 
 
@@ -251,7 +251,7 @@ class ExpertRows:
         """Divides this rank's rows into tiles of at most ``height`` rows for one expert.
 
         Returns a table on the host, int32 [n, 6]. Its columns are peer rank, tile number for this peer, expert, first
-        row in the peer's message, number of rows, and first row on this rank.
+        row among the rows for this peer, number of rows, and first row among all of this rank's rows.
 
         ``sends`` True: the tiles are in the order of sending; False: in the order in which results come back.
         """

@@ -48,8 +48,8 @@ def info(folder: Path) -> None:
 def verify_checkpoint(folder: Path, everything: bool) -> None:
     """Verifies the checksum of every block of a checkpoint, and prints one line.
 
-    ``folder``: folder of a checkpoint, or of a run with its newest checkpoint. ``everything``: verifies all
-    checkpoints.
+    ``folder``: folder of a checkpoint, or of a run; then its newest checkpoint is verified. ``everything``: verifies
+    all checkpoints.
 
     Raises:
         CheckpointError: a checkpoint is damaged; the message names file and tensor, or the damaged checkpoints.
@@ -76,7 +76,7 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
 def export(folder: Path, out: Path, single: bool) -> None:
     """Copies a checkpoint's model in Hugging Face format to the folder ``out``, and verifies every block.
 
-    ``folder``: a checkpoint, or a run with its newest checkpoint. ``out`` appears only when complete.
+    ``folder``: a checkpoint, or a run; then its newest checkpoint is copied. ``out`` appears only when complete.
 
     Args:
         single: True: one file ``model.safetensors``; False: one file per rank that saved the checkpoint.

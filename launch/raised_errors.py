@@ -93,7 +93,7 @@ def _message(call: ast.Call, scope: "Scope") -> tuple[str, ast.expr | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Function and module with an error message, to find the possible texts of the message's variables."""
+    """Function and module around an error message, in which the texts of the message's variables are searched."""
 
     function: ast.AST | None
     tree: ast.Module

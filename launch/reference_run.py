@@ -90,9 +90,10 @@ def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, t
 
 
 def save_last(eng: engine.Engine, before: int) -> None:
-    """Starts a checkpoint after the last step, unless it was saved already. All ranks must call it.
+    """Begins to save a checkpoint of the last step, if this step has none yet. All ranks must call it.
 
-    ``before``: number of steps when this process started; without new steps nothing is saved.
+    It does not wait for the end of the save. ``before``: number of steps when this process started; without new steps
+    nothing is saved.
     """
     every = eng.config.checkpoint.every
     if eng.step_count > before and (not every or eng.step_count % every):
@@ -102,7 +103,7 @@ def save_last(eng: engine.Engine, before: int) -> None:
 def evaluate(eng: engine.Engine, corpus: Corpus, context: int) -> float:
     """Returns the mean validation loss of ``corpus`` in nats per byte, over all data ranks. All ranks must call it.
 
-    ``context``: tokens of a row.
+    ``context``: number of tokens per sequence.
     """
     grid, rows = eng.grid, eng.config.micro * eng.config.accumulation
     batches: Iterator[Any] = evaluation_batches(

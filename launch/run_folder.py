@@ -35,17 +35,17 @@ RECORD, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 
 
 def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, shape: "DecoderConfig") -> ExitStack:
-    """Creates or reopens the run folder ``options.out``, locks it, and records in it the training text ``corpus``, the
-    model sizes ``shape``, and ``settings``.
+    """Creates or reopens the run folder ``options.out``, locks it, and records in it a digest of the training text
+    ``corpus``, the model sizes ``shape``, and ``settings``.
 
     Only rank 0 calls it, before it builds its engine.
 
     Returns:
-        A context that releases the lock.
+        A context that releases the lock at its end.
 
     Raises:
         EngineError: another process trains in the folder; the run in it has another text, model or seed; or ``--fresh``
-            is given while checkpoints are outside the folder.
+            is given, but the checkpoint folder in ``settings`` is outside the run folder and has checkpoints.
     """
     folder: Path = options.out
     if options.fresh and folder.exists():

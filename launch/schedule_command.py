@@ -49,8 +49,8 @@ def run(options: Namespace) -> None:
     """Runs ``trine schedule``: prints pipeline schedules as pictures, with figures such as their idle time.
 
     Raises:
-        EngineError: the kind of schedule does not exist or refuses these sizes, or a file is malformed or cannot be
-            written.
+        EngineError: the kind of schedule does not exist or refuses the number of ranks, microbatches or virtual stages,
+            or a file is malformed or cannot be written.
     """
     config = None if options.config is None else load_config(options.config, options.world)
     asked, cost = _asked(options, config), _cost(options, config)

@@ -34,7 +34,7 @@ def sweep_script(
     it.
 
     Args:
-        promote: number of pruned trials that continue from their checkpoints.
+        promote: number of trials pruned in earlier runs of the sweep, the best first, to continue from checkpoints.
         show: callback on rank 0 for each finished trial.
 
     Raises:

@@ -101,7 +101,7 @@ class BlockFormat:
 
     @property
     def word(self) -> str:
-        """Name of the integer type of the codes for log lines, such as "int8"; "signs" with 1 bit."""
+        """Name of the codes' integer type, such as "int8", or "signs" with 1 bit; for log lines."""
         return f"int{self.bits}" if self.bits > 1 else "signs"
 
     def code_bytes(self, elements: int) -> int:

@@ -86,12 +86,12 @@ class QuantizedShape:
 
     @property
     def matrix_rows(self) -> int:
-        """Number of rows of one matrix, if ``shape`` is a stack [matrices, rows, columns]."""
+        """Number of rows of one matrix in a stack [matrices, rows, columns]; 1 if ``shape`` is [rows, columns]."""
         return math.prod(self.shape[1:-1])
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Blocks of columns in this shard: pairs (index of the block in a full row, number of its columns here)."""
+        """Blocks of columns in this shard: (index of the block in an unsharded row, number of columns in the shard)."""
         block, found = self.format.block, []
         for start, stop in self.runs or ((0, self.shape[-1]),):
             for number in range(start // block, -(-stop // block)):
@@ -155,8 +155,8 @@ def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
 def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = None) -> Tensor:
     """Encodes ``values`` to codes and scales in the memory layout ``shape``; returns one tensor, uint8 [bytes].
 
-    ``scales_RK`` [rows, blocks of a row]: scales of the full matrix, if ``values`` is a shard; None: scales are
-    computed from ``values``.
+    ``scales_RK`` [rows, blocks in ``shape``]: for a shard, the scales of its rows and blocks in the full matrix; None:
+    scales are computed from ``values``.
     """
     scales_RK = block_scales(values, shape) if scales_RK is None else scales_RK
     packed = torch.zeros(shape.bytes, dtype=torch.uint8, device=values.device)
@@ -319,9 +319,10 @@ class QuantizedWeight(Tensor):
     def of(
         cls, packed: Tensor, form: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE
     ) -> "QuantizedWeight":
-        """Returns a weight that decodes ``packed``, codes and scales in the memory layout ``form``, to ``dtype``.
+        """Returns a weight that decodes ``packed`` to ``dtype``.
 
-        ``kernels`` selects Triton or PyTorch for the decoding.
+        ``packed``: codes and scales in the memory layout ``form``. ``kernels`` selects Triton or PyTorch for
+        the decoding.
         """
         with _disable_current_modes():
             like = torch.empty(form.shape, dtype=dtype, device="meta")

@@ -58,8 +58,8 @@ def rounded(values, index, low, high):
 def whole_index(own, places, held, along, inner):
     """Maps flat indices ``own`` in a shard to flat indices in the full parameter.
 
-    The sharded dim has size ``along`` in the parameter, and ``held`` in the shard. ``places`` points to the indices
-    that the shard has; ``inner``: elements per index.
+    The sharded dim has size ``along`` in the parameter, and ``held`` in the shard. ``places`` points to the shard's
+    indices in this dim; ``inner``: elements per index of this dim.
     """
     line = own // inner
     place = tl.load(places + line % held).to(tl.int64)
@@ -80,8 +80,9 @@ def adamw_kernel(
 ):  # fmt: skip
     """Updates BLOCK elements of ``weights`` by Adam or AdamW in place, unless the number at ``go`` is 0.
 
-    NARROW: also writes ``narrow``, the weights in the compute dtype. ROUNDED: rounds bf16 weights stochastically.
-    ``begin`` to ``second_high``: for ROUNDED. ``decay`` to ``eps``: Adam's constants for this step.
+    The gradient is multiplied by the number at ``factor``. NARROW: also writes ``narrow``, the weights in the compute
+    dtype. ROUNDED: rounds bf16 weights stochastically; ``places`` and ``begin`` to ``inner`` then give the elements'
+    indices in the parameter, and ``low`` to ``second_high`` the random keys. ``decay`` to ``eps``: Adam's constants.
     """
     if tl.load(go) != 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -26,7 +26,7 @@ _WARPS = 4
 
 @triton.jit
 def round_half_even(x):
-    """Rounds each number in ``x`` to the nearest integer, ties to the even one; |x| must be far below 2^22."""
+    """Rounds each number in ``x`` to the nearest integer, ties to the even one; |x| must be at most 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -38,9 +38,9 @@ def is_number(x):
 
 @triton.jit
 def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
-    """Returns the values at ``place`` as fp32; with FEEDBACK, plus the rounding errors at ``residual``.
+    """Returns the values at ``values + place`` as fp32; FEEDBACK: plus the rounding errors at ``residual + place``.
 
-    ``inside`` masks the places that exist.
+    Where ``inside`` is False, nothing is read, and the result is 0.
     """
     x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     if FEEDBACK:

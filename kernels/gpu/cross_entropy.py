@@ -117,9 +117,9 @@ def gradient_kernel(
 
 
 class Asked(NamedTuple):
-    """Request for two optional softmax statistics: the logit at ``target``, and a weighted sum of the logits.
+    """Request for two optional softmax statistics: the logit at ``target``, and the logits' sum weighted by ``weight``.
 
-    ``even``: all weights are 1. ``start``: index of this rank's first column in the full vocabulary.
+    ``even``: weights of 1 in place of ``weight``. ``start``: index of this rank's first column in the full vocabulary.
     """
 
     target: Tensor | None
@@ -170,7 +170,7 @@ def softmax_gradient(
     """Writes the gradient of ``logits_NW`` to ``out_NW``, which may be the same tensor.
 
     ``softmax`` is (largest logit, log of the sum of exp(logit - largest)) of each row over the full vocabulary.
-    ``slopes`` are the gradients of this log and of the statistics that ``asked`` requests.
+    ``slopes`` are the loss's gradients with respect to this log and to the statistics that ``asked`` requests.
     """
     rows, width = logits_NW.shape
     block, warps = _shape(width)

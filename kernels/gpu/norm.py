@@ -39,8 +39,8 @@ def norm_forward_kernel(
 ):  # fmt: skip
     """Computes RMSNorm, or LayerNorm with CENTERED, of one row of x + residual; writes it to ``y``.
 
-    It also writes x + residual to ``stream``, with CENTERED its mean to ``mean``, and 1 / its root mean square (or
-    standard deviation with CENTERED) to ``rstd``. OFFSET is added to the weight.
+    It also writes x + residual to ``stream``, and 1 / root mean square of this sum to ``rstd``. With CENTERED, ``mean``
+    gets the mean of the sum, and ``rstd`` 1 / standard deviation. OFFSET is added to the weight.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -77,8 +77,8 @@ def rotary_kernel(
 ):  # fmt: skip
     """Applies rotary embeddings to all heads of ``q`` and ``k`` at one position; writes ``q_out`` and ``k_out``.
 
-    The grid is (positions, batch). TURNED features are rotated, and with REST > 0 the others copied.
-    TRANSPOSED: rotates backwards. ``angle_batch`` to ``ko_row``: strides.
+    The grid is (positions, batch). The first TURNED features of each head are rotated; the others, at most REST, are
+    copied. TRANSPOSED: rotates backwards. ``angle_batch`` to ``ko_row``: strides.
     """
     row = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)

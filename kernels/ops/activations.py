@@ -89,9 +89,10 @@ def _activate(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str
 
 @fused_operator("trine::activate_backward")
 def activate_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of ``x`` [N, H] and ``bias`` [H] in f(x + bias); ``kind`` names the activation f.
+    """Computes the backward of f(x + bias); returns the gradients of ``x`` [N, H] and ``bias`` [H].
 
-    ``dy`` [N, H] is the gradient of the result. The gradient of the bias is fp32; it is empty without bias.
+    ``dy`` [N, H] is the gradient of the result; ``kind`` names the activation f. The gradient of the bias is fp32; it
+    is empty without bias.
     """
     from engine.kernels.gpu.activations import activation_backward
 

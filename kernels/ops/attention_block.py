@@ -31,8 +31,9 @@ _ON_SHAPES = 3
 
 
 class BlockRule(NamedTuple):
-    """Rule for the keys that a query attends to in a block: all, keys up to its own index (``causal``), or by ``mask``.
+    """Rule for the keys that a query attends to in a block: all, or limited by ``causal`` or ``mask``.
 
+    ``causal``: the query attends to keys up to its own index in the block.
     ``mask`` is boolean (True: attends) or is added to the scores: [.., heads or 1, queries or 1, keys].
     """
 
@@ -71,7 +72,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Tensor, Te
 def attend_backward(
     grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], merged: tuple[Tensor, Tensor], rule: BlockRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of ``inputs`` (q, k, v) from attention over one block of keys.
+    """Returns the contribution of one block of keys to the attention's gradients of ``inputs`` (q, k, v).
 
     ``merged`` is (output, log-sum-exp) over all blocks of keys, and ``grad`` the gradient of this output.
     """

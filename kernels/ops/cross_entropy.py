@@ -50,7 +50,10 @@ class Question(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Softmax statistics of N rows, over this rank's columns of the logits; [N] each, without gradients."""
+    """Maximum, sum of exponentials and optional statistics of N rows, over this rank's columns of the logits.
+
+    They are [N] each, and not differentiable.
+    """
 
     largest: Tensor
     """Maximum of each row. For an infinite maximum, the other statistics use differences from 0."""
@@ -125,8 +128,8 @@ def join_softmax_terms(
         known: softmax of the same logits from an earlier call; None: it is computed.
 
     Returns:
-        (softmax, logit at the target minus the largest logit, weighted sum), [N] each; None for a statistic that is not
-            requested.
+        (numbers for the softmax, logit at the target, weighted sum of the logits). The last two use differences from
+            the row's largest logit; they are [N], or None if not requested.
     """
     own_N = found.largest.masked_fill(found.largest.isinf(), 0)
     largest_N = found.largest.clone() if known is None else known.largest
@@ -301,9 +304,9 @@ class CrossEntropy:
     reduction: Reduction = "mean"
 
     def slopes(self, slope_N: Tensor, vocabulary: int) -> Slopes:
-        """Returns the loss gradients of log-sum-exp, target logit and weighted logit sum of each row.
+        """Returns the gradients with respect to log-sum-exp, target logit and weighted logit sum of each row.
 
-        ``slope_N``: gradient of each row's loss. ``vocabulary``: number of classes on all ranks.
+        ``slope_N``: gradient with respect to each row's loss. ``vocabulary``: number of classes on all ranks.
         """
         smoothing = self.label_smoothing
         weighted_N = slope_N * (-smoothing / vocabulary) if smoothing else None

@@ -22,8 +22,8 @@ from engine.kernels.dispatch import Kernels, MainGradient, eager_apply, open_sum
 def look_up_rows(weight_VH: Tensor, ids: Tensor, padding: int | None, kernels: Kernels) -> Tensor:
     """Returns the rows of ``weight_VH`` [V, H] at the indices ``ids`` [..] (int64 or int32): [.., H]. Differentiable.
 
-    The row ``padding`` gets no gradient. If ``kernels`` has a main gradient of the weight (Megatron-LM: ``main_grad``),
-    the backward may add to it in place.
+    The row ``padding`` gets no gradient. If ``kernels.main`` has a main gradient for the weight (Megatron-LM:
+    ``main_grad``), the backward may add to it in place; autograd then gets no gradient of the weight.
     """
     if has_torch_function((weight_VH, ids)):
         return handle_torch_function(look_up_rows, (weight_VH, ids), weight_VH, ids, padding, kernels)

@@ -47,7 +47,7 @@ def linear(
     """Computes f(x W' + b) + residual: x [.., I] -> [.., O], with the activation f of ``form``. Differentiable.
 
     ``weight`` is W [O, I], or its transpose W' [I, O] with ``form.transposed``. If ``kernels`` has a main gradient of
-    the weight (Megatron-LM: ``main_grad``), the backward may add to it in place.
+    the weight (Megatron-LM: ``main_grad``), the backward may add to it in place; autograd then gets no weight gradient.
     """
     given = x, weight, bias, residual
     if has_torch_function(given):
@@ -191,10 +191,10 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def added_to_main(main: MainGradient | None, node: Any | None, a: Tensor, b: Tensor, kernels: Kernels) -> bool:
-    """Adds ``a`` [M, K] @ ``b`` [K, N] to the main gradient ``main`` [M, N]; returns True.
+    """Adds ``a`` [M, K] @ ``b`` [K, N] to the main gradient ``main`` [M, N], if it is available; returns True if so.
 
-    It returns False if :func:`open_sum` returns None: the caller must then return the gradient to autograd. ``node``:
-    as for :meth:`MainGradient.begin`.
+    On False, nothing was added, and the caller must return the gradient to autograd. ``node``: as for
+    :meth:`MainGradient.begin`.
     """
     opened = open_sum(main, node)
     if main is None or opened is None:

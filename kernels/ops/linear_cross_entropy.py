@@ -73,7 +73,7 @@ class Head(NamedTuple):
 
 
 class Conditions(NamedTuple):
-    """Settings of :func:`linear_terms`: Triton or PyTorch, all-reduces between ranks, and a softmax computed before."""
+    """Arguments of :func:`linear_terms`: Triton or PyTorch, all-reduces over ranks, and softmax of an earlier call."""
 
     kernels: Kernels
     exchange: Exchange | None = None

@@ -34,10 +34,9 @@ class Norm:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Kernels) -> Tensor:
-    """Computes RMSNorm, or LayerNorm if ``form.centered``, of ``x`` [.., H] over the last dim, in its dtype.
-    Differentiable.
+    """Computes RMSNorm, or LayerNorm if ``form.centered``, of ``x`` [.., H] over the last dim. Differentiable.
 
-    ``weight`` and ``bias`` are [H]. ``kernels`` selects Triton or PyTorch.
+    The result has the dtype of ``x``. ``weight`` and ``bias`` are [H]. ``kernels`` selects Triton or PyTorch.
     """
     if has_torch_function((x, weight)):
         return handle_torch_function(norm, (x, weight), x, weight, bias, form, kernels)

@@ -20,7 +20,7 @@ from engine.kernels.dispatch import Kernels, fused_operator, is_narrow
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Layout for rotary embeddings: adjacent features or halves as pairs, and the index of the heads dim."""
+    """Layout for rotary embeddings: the features of a pair (adjacent, or one from each half), and the heads dim."""
 
     interleaved: bool = False
     """True: adjacent features are rotated (GPT-J). False: the two halves (GPT-NeoX, Llama)."""

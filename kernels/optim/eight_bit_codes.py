@@ -131,7 +131,7 @@ def chunks(elements: int) -> Iterator[slice]:
 def adam_8bit_(
     weights_n: Tensor, grads_n: Tensor, moments: Sequence[BlockCodes], step: int, rule: AdamRule, block: int
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of ``weights_n`` in place, with moments in 8-bit codes.
+    """Performs update ``step`` (from 1) of Adam or AdamW on ``weights_n`` in place, with moments in 8-bit codes.
 
     ``moments``: first and second moment, with ``block`` elements per scale. They are decoded, updated by
     :func:`adam_`, and encoded again.

@@ -143,7 +143,7 @@ def update_adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of ``weights`` in place; the results equal :func:`adam_` in
+    """Performs update ``step`` (from 1) of Adam or AdamW on ``weights`` in place; the results equal :func:`adam_` in
     all bits.
 
     A compiled C++ kernel updates large fp32 tensors on the CPU.
@@ -187,7 +187,7 @@ class HostKernel:
     """Number of elements in a vector of torch's kernels; remainders are computed differently."""
 
     def adam(self, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, rule: AdamRule) -> None:
-        """Makes Adam or AdamW update number ``step`` (from 1) of weights ``w`` and moments ``m`` and ``v``, in place.
+        """Performs update ``step`` (from 1) of Adam or AdamW on weights ``w`` and moments ``m`` and ``v``, in place.
 
         ``g`` is the gradient.
         """

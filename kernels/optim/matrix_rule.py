@@ -29,9 +29,9 @@ class MatrixRule(Protocol):
         """Returns the average number of scalar multiplications for one update of a matrix of ``shape``."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of the state tensors that need the whole matrix of ``shape``.
+        """Returns the names and shapes of the state tensors that :meth:`update` uses for a matrix of ``shape``.
 
-        State with one number per element is not included.
+        State that the caller applies before, such as Muon's momentum, is not included.
         """
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
@@ -66,7 +66,7 @@ def both_sides(left: Tensor | None, matrix_AB: Tensor, right: Tensor | None) -> 
 
 
 def transposed(matrix: Tensor | None) -> Tensor | None:
-    """Returns the transpose of ``matrix``, or None, the identity matrix, unchanged."""
+    """Returns the transpose of ``matrix``; None, which means the identity matrix, is returned unchanged."""
     return None if matrix is None else matrix.T
 
 

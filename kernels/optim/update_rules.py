@@ -87,7 +87,7 @@ def adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of ``weights`` and moments in place."""
+    """Performs update ``step`` (from 1) of Adam or AdamW on ``weights`` and moments in place."""
     # torch increments the counter in place, so each tensor gets a temporary copy of one counter per device
     counters = {w.device: torch.full((), float(rule.age(step) - 1), device=w.device) for w in weights}
     adam(
@@ -125,7 +125,7 @@ def sgd_(
 ) -> list[Tensor | None]:
     """Makes an SGD update of ``weights`` in place; returns the list of momentum buffers for the next call.
 
-    Buffers of None are created if the momentum is on.
+    With momentum, the result has a new buffer for each None in ``momenta``.
     """
     buffers = list(momenta)
     sgd(
@@ -175,7 +175,7 @@ class ScheduleFreeRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "ScheduleFreeRule":
-        """Returns the rule with the options in ``group``, after :func:`count` has counted the update in it."""
+        """Returns the rule with the options in ``group``; the caller first counts the update with :func:`count`."""
         lr, newest = group["scheduled_lr"], group["newest"]
         return cls(lr, tuple(group["betas"]), group["eps"], group["weight_decay"], newest)
 
@@ -198,7 +198,7 @@ def count(group: dict[str, Any]) -> None:
 def schedule_free_(
     weights: Tensor, grads: Tensor, iterate: Tensor, squares: Tensor, step: int, rule: ScheduleFreeRule
 ) -> None:
-    """Makes schedule-free AdamW update number ``step`` (from 1) in place.
+    """Performs update ``step`` (from 1) of schedule-free AdamW on all tensors but ``grads``, in place.
 
     ``weights`` are y in the paper, ``iterate`` is z, and ``squares`` the second moment.
     """
@@ -238,7 +238,7 @@ class LayerRule(Protocol):
         """Updates the state tensors ``moments`` of a slice in place with its gradients ``grads_n``."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns the tensor [n] of a slice for the trust ratio: the update (LAMB) or the gradient (LARS).
+        """Returns the tensor [n] with the norm for the trust ratio: a slice's update (LAMB) or gradient (LARS).
 
         ``step``: update number, from 1.
         """
@@ -468,7 +468,8 @@ def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: flo
 def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
     """Converts running ``means`` to row and column factors; their product is an element's mean squared gradient.
 
-    The means of a vector are returned unchanged. Row means are divided by their own mean, at least ``least``.
+    The means of a vector are returned unchanged. Row means are divided by the mean of all row means, or by ``least`` if
+    it is larger.
     """
     if SQUARES in means:
         return dict(means)

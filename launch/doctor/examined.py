@@ -83,7 +83,7 @@ class HostFacts:
     def carrier(self) -> InterfaceFacts | None:
         """Returns the network interface that gloo uses, or None.
 
-        GLOO_SOCKET_IFNAME names it; without this variable, it has an address of the host's own name.
+        GLOO_SOCKET_IFNAME names it; without this variable, gloo uses the interface with an address of the host's name.
         """
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)
@@ -130,7 +130,7 @@ class ClockFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisFigure:
-    """Measured latency and rate of one group of ranks along a grid axis."""
+    """Measured latency and bandwidth of collectives in one group of ranks along a grid axis."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -151,7 +151,7 @@ class AxisFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairFigure:
-    """Measured latency and rate of messages between two hosts."""
+    """Measured message latency and bandwidth between two hosts."""
 
     hosts: tuple[str, str]
     latency: float
@@ -200,7 +200,7 @@ class Examined:
 
 @dataclass(slots=True)
 class Hosts:
-    """Display names of the job's hosts, with the ranks on each; equal names are followed by an address."""
+    """Display names of the job's hosts, with the ranks on each; an address is appended to names that are not unique."""
 
     facts: tuple[RankFacts, ...]
     of_rank: dict[int, str] = field(init=False)

@@ -81,7 +81,7 @@ class Stopwatch:
         return seconds
 
     def median(self, size: int) -> float:
-        """Returns the median duration for messages of ``size`` bytes, without the first one if there are more."""
+        """Returns the median duration for messages of ``size`` bytes; the first one is ignored if there are others."""
         found = self._taken[size]
         return median(found[1:] or found)
 
@@ -177,8 +177,8 @@ def _follow(other: _Partner) -> None:
 def measure_clocks(group: HostGroup, leaders: Sequence[int]) -> list[tuple[float, float]]:
     """Compares the clocks of all hosts with the first leader's clock.
 
-    ``leaders``: one rank per host; all of them must call this function. The first leader gets (difference,
-    maximum error) in seconds for each other host, and all other leaders an empty list.
+    ``leaders``: one rank per host; all of them must call this function. The first leader gets, for
+    each other host, (its clock minus the first leader's, maximum error) in seconds; other leaders get an empty list.
 
     Raises:
         EngineError: a leader does not answer.
@@ -317,7 +317,7 @@ def axis_figures(
 ) -> list[AxisFigure]:
     """Combines the ``times`` of all ranks to one result per group of ranks along an axis, from its slowest rank.
 
-    ``device`` determines the expected latency and rate. ``shared``: True if tensor ranks of a host communicate through
+    ``device`` sets each result's expected values. ``shared``: True if tensor ranks of a host communicate through
     shared memory.
     """
     by_group: dict[tuple[str, tuple[int, ...]], list[AxisTimes]] = {}

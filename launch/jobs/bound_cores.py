@@ -49,7 +49,7 @@ def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Binds this process to its share of CPU cores, by LOCAL_RANK, sets OMP_NUM_THREADS, and runs another program.
+    """Binds this process to its share of CPU cores, by LOCAL_RANK, sets OMP_NUM_THREADS, and becomes another program.
 
     ``words``: optionally ``--cores LIST``, then the program and its arguments.
 

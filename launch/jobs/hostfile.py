@@ -89,7 +89,7 @@ def _problems_of(host: Host, before: list[Host], place: str) -> Iterator[LaunchE
 
 
 def chosen_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """Returns ``hosts``, restricted to the hosts and GPUs that the option ``--include`` or ``--exclude`` selects.
+    """Returns the hosts and GPUs that the option ``--include`` names, or all except the ones that ``--exclude`` names.
 
     Raises:
         LaunchError: both options are given, an option names an unlisted host or missing GPUs, or no host remains.

@@ -39,7 +39,10 @@ def gpu_names() -> list[str]:
 
 
 def tell_facts() -> None:
-    """Reads the launcher's question about this host from stdin, and prints the answer; both are a line of JSON."""
+    """Reads the launcher's request from stdin, and prints the facts about this host; both are a line of JSON.
+
+    The request has script, folder and environment of the job; the facts include versions, GPUs and a free port.
+    """
     question = json.loads(sys.stdin.readline())
     print(MARK + json.dumps(_answer(question)), flush=True)
 

@@ -66,7 +66,7 @@ def input_of(program: Path, question: Mapping[str, Any]) -> bytes:
 def guard_input(wish: Mapping[str, Any]) -> bytes:
     """Returns the stdin that starts the guard, the program that runs torchrun on a host.
 
-    ``wish``: result of :meth:`SshPlan.wish`.
+    ``wish``: command, environment and other settings for torchrun, from :meth:`SshPlan.wish`.
     """
     return input_of(Path(guard.__file__), wish)
 

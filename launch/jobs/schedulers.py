@@ -32,7 +32,7 @@ def write_job_file(path: Path, text: str) -> None:
     generated.
 
     Raises:
-        LaunchError: ``path`` is another file, or cannot be written.
+        LaunchError: ``path`` is a file that ``trine launch`` has not generated, or cannot be written.
     """
     try:
         if path.exists() and WRITTEN not in path.read_text(encoding="utf-8", errors="replace"):

@@ -154,7 +154,7 @@ class HostRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPlace:
-    """Rendezvous of a job's hosts: host and port of the store, rendezvous id, and number of restarts."""
+    """Rendezvous of a job's hosts: host and port of the store, rendezvous id, and number of restarts so far."""
 
     first: Host
     port: int
@@ -231,7 +231,7 @@ class Running:
             run.say(word)
 
     def end(self, seconds: float) -> list[tuple[HostRun, int]]:
-        """Ends torchrun on all hosts: sends TERM, after ``seconds`` KILL, and 10 s later kills the ssh processes.
+        """Ends torchrun on all hosts: sends TERM, waits ``seconds``, sends KILL, waits 10 s, and kills ssh processes.
 
         Returns (process, exit status) for each host.
         """

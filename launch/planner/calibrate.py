@@ -35,9 +35,10 @@ FALLBACK = "h100"
 
 
 def calibrate(path: Path, links: Path | None = None) -> None:
-    """Measures this machine's GPU, prints the rates, and writes them to ``path``, a file for ``trine plan --gpu``.
+    """Measures the rates of matrix products, memory copies and attention on this machine's GPU; prints and writes them.
 
-    ``links``: file of ``trine doctor --json`` with link rates, or None.
+    ``path``: written file, for ``trine plan --gpu``. ``links``: file of ``trine doctor --json`` with link rates, or
+    None.
 
     Raises:
         ConfigError: there is no GPU, or a file cannot be read or written.
@@ -73,9 +74,9 @@ def gpu_kind_of(name: str) -> str | None:
 
 
 def filled(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns a GPU file's content for a GPU named ``name``, with all values marked as not measured.
+    """Returns ``content``, the parsed file of a known kind of GPU, for a GPU named ``name``.
 
-    ``content``: parsed GPU file of a known kind, which provides the values.
+    The values are unchanged, but marked as not measured.
     """
     for entry in (*content.values(), *content["reached"].values()):
         if isinstance(entry, dict) and "source" in entry:

@@ -191,7 +191,7 @@ def offload_text(smallest: LayoutEstimate | None) -> str:
 
 
 def room_text(memory_bytes: float) -> str:
-    """Returns a clause with the GPU memory that a plan may use, a part of ``memory_bytes``."""
+    """Returns a clause like "a layout may fill 75.2 of 80.0 GiB (6% is left free)" for a GPU with ``memory_bytes``."""
     room, whole = USABLE * memory_bytes / GIB, memory_bytes / GIB
     return f"a layout may fill {room:.1f} of {whole:.1f} GiB ({1 - USABLE:.0%} is left free)"
 

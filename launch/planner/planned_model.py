@@ -109,7 +109,7 @@ class PlannedModel:
     def plan_shorter(self, shorter: nn.Module, plan: Plan) -> Plan:
         """Returns a plan for ``shorter``, a copy of the model with fewer blocks.
 
-        It has the tensor-parallel styles of ``plan``.
+        The returned plan has the tensor-parallel styles of ``plan``.
         """
         styles = None if plan.tensor is None else _present(shorter, plan.tensor.patterns)
         made = replace(self, model=shorter, styles=styles).plan(plan.config)
@@ -118,7 +118,7 @@ class PlannedModel:
     def shortened(self, shorter: nn.Module, config: Config) -> "PlannedModel":
         """Returns a copy of this object for ``shorter``, a copy of the model with fewer blocks.
 
-        If ``config`` does not determine the tensor-parallel styles, they are searched on the whole model.
+        If ``config`` does not determine the tensor-parallel styles, this method searches them on ``self.model``.
         """
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)
@@ -254,10 +254,10 @@ MOST_SILENT = 150
 
 
 def why_not_counted(plan: Plan, planned: PlannedModel, searches: bool = False) -> str:
-    """Returns a sentence if ``plan`` has too many modules for a dry run that counts activations; otherwise "".
+    """Returns the reason if ``plan`` has too many modules for a dry run that counts activations; otherwise "".
 
     Args:
-        searches: True if the plan is one of several in a search, which allows fewer modules.
+        searches: True if the plan is one of several in a search; the limit is then lower.
     """
     leaves = _leaves(planned)
     if searches and leaves * plan.config.pp > MOST_SEARCHED:
@@ -327,7 +327,7 @@ def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[Rank
 
 
 class SampledBlocks:
-    """Cache of the memory of a model's blocks, measured when needed in dry runs with fewer blocks.
+    """Cache of the memory of a model's blocks; dry runs of a copy with fewer blocks measure missing entries.
 
     Args:
         planned: model of the plan.
@@ -410,10 +410,10 @@ class SampledBlocks:
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:
-    """Returns a function (estimate, fresh) that computes a layout's bytes of activations and buffers from samples.
+    """Returns a function (estimate, fresh) that computes the bytes of activations and buffers of the estimate's layout.
 
-    The function returns None if ``samples`` has no measurement of the layout; ``fresh`` allows a new one. ``work``: the
-    model's FLOPs and tensor sizes.
+    If ``samples`` has no measurement of the layout, the function measures it if ``fresh`` is True, and otherwise
+    returns None. ``work``: the model's FLOPs and tensor sizes.
     """
 
     def working(one: LayoutEstimate, fresh: bool) -> float | None:

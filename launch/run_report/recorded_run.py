@@ -40,7 +40,7 @@ class SentBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRank:
-    """Memory, sent bytes, waiting times and actions of one rank, as recorded at its last step."""
+    """Memory, sent bytes, waiting times and pipeline actions of one rank, as recorded at its last step."""
 
     rank: int
     place: Mapping[str, int]

@@ -32,7 +32,7 @@ class _EndOfScript(BaseException):
 
 @dataclass(slots=True, kw_only=True)
 class ScriptCall:
-    """Arguments of one call of ``engine.initialize`` in a user's script, and the first batch of a step."""
+    """Arguments of one call of ``engine.initialize`` in a user's script, and the batch of the script's first step."""
 
     model: Any
     config: Any

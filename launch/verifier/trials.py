@@ -218,7 +218,7 @@ _MOST: Mapping[str, int] = MappingProxyType({
 
 
 def shrink(config: Any, tensor: int, layers: int) -> None:
-    """Reduces a Hugging Face configuration in place to a small model that ``tensor`` ranks can divide, without dropout.
+    """Reduces a Hugging Face configuration in place to a small model without dropout, divisible by ``tensor`` ranks.
 
     Settings that select code paths, such as activations and tied weights, stay.
 
@@ -370,8 +370,8 @@ def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def train_both_ways(subject: Subject, config: Config, steps: int) -> Parity:
-    """Trains the model of ``subject`` for ``steps`` steps on the grid of ``config`` and in plain torch; returns a
-    comparison.
+    """Trains the model of ``subject`` for ``steps`` steps on the grid of ``config`` and in plain torch; returns
+    the comparison of losses, gradient norms and final weights.
 
     The ranks of the grid are threads.
 

@@ -42,8 +42,9 @@ def add_verify_options(command: ArgumentParser) -> None:
 
 
 def run_verify(options: Namespace) -> int:
-    """Runs ``trine verify``: compares training on the configured grid and in one process. Returns exit status 0 if both
-    agree, otherwise 1.
+    """Runs ``trine verify``: compares training on the configured grid and in one process.
+
+    Returns exit status 0 if losses, gradient norms and final weights agree within bounds, otherwise 1.
 
     Raises:
         EngineError: the model or the configuration is refused.

@@ -63,8 +63,8 @@ def dispatch_product_kernel(
     """Sends rows of ``tokens`` [T, K] to the ranks of their experts, and multiplies the rows that this rank receives.
 
     It writes ``out`` [R, N]: received rows times their experts' matrices in ``matrices`` [X, K, N]. ``sent`` and
-    ``received`` are tables of tiles (:class:`ExpertRows`). PUSHES: sends; MULTIPLIES: receives and multiplies.
-    ``slots`` to ``most``: from a :class:`Mailbox`; ``epoch``: call number.
+    ``received`` are tables of ``sent_tiles`` and ``received_tiles`` tiles (:class:`ExpertRows`). PUSHES: sends;
+    MULTIPLIES: receives and multiplies. ``slots`` to ``most``: from a :class:`Mailbox`, but ``epoch``: call number.
     """
     if PUSHES:
         _push_rows(tokens, sent, sent_tiles, slots, arrivals, rank, epoch, capacity, most, K, RANKS, BM, BK)
@@ -96,8 +96,8 @@ def product_return_kernel(
 ):  # fmt: skip
     """Multiplies rows of ``whole`` [R, K] by the matrices of their experts; sends the products to the tokens' ranks.
 
-    ``matrices`` is [X, K, N]; ``received`` is a table of tiles (:class:`ExpertRows`). ``out``: any
-    tensor in the products' dtype. ``slots`` to ``most``: from a :class:`Mailbox`; ``epoch``: call number.
+    ``matrices`` is [X, K, N]; ``received`` is a table of tiles (:class:`ExpertRows`). ``out`` is not
+    written; it provides the products' dtype. ``slots`` to ``most``: from a :class:`Mailbox`; ``epoch``: call number.
     """
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), received_tiles * columns, tl.num_programs(0)):

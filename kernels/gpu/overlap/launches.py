@@ -135,8 +135,8 @@ def product_scatter_kernel(
     [B, L, N] of the result.
 
     ``plus`` has the product's shape. With EVERYWHERE, ``whole`` is [B, L, K], and all rows are sent to all ranks.
-    With STAYS, rows are written only to this rank's memory. The result has the dtype of ``out``.
-    ``slots`` to ``most``: from a :class:`Mailbox`; ``epoch``: call number.
+    With STAYS, only signals are sent, and the rows are written to this rank's own slots. The result has the dtype of
+    ``out``. ``slots`` to ``most``: from a :class:`Mailbox`; ``epoch``: call number.
     """
     each = tl.cdiv(L, BM)
     rows = B * each
@@ -267,9 +267,9 @@ def multicast_sum_kernel(
 ):  # fmt: skip
     """Adds up all ranks' products for this rank's rows [L, N] through the NVLink switch; sends the sums to all ranks.
 
-    It sums the products of call ``epoch``, and sends the sums and their signals as call ``epoch`` + 1. A tile that
-    lacks a rank's product is not sent. ``like``: any tensor in the products' dtype. Without INSTRUCTIONS the switch is
-    emulated.
+    It sums the products of call ``epoch``. The next call, ``epoch`` + 1, receives the sums, which are sent with its
+    number. A tile that lacks a rank's product is not sent. ``like``: any tensor in the products' dtype. Without
+    INSTRUCTIONS the switch is emulated.
     """
     columns = tl.cdiv(N, BN)
     wide: tl.constexpr = 16 // BYTES
@@ -358,8 +358,8 @@ def launch_product_scatter(
     """Multiplies ``whole`` [B, W, L, K] by ``matrix_KN``, adds ``plus``, and sends each of W ranks its [B, L, N] of the
     result, in ``dtype``.
 
-    ``plus`` has the product's shape. If ``whole`` is [B, L, K], all rows are sent to all ranks. With ``stays`` the
-    rows are written only to this rank's memory, for :func:`launch_multicast_sum`.
+    ``plus`` has the product's shape. If ``whole`` is [B, L, K], all rows are sent to all ranks. With ``stays``
+    only signals are sent, and the rows are written to this rank's own memory, for :func:`launch_multicast_sum`.
     """
     everywhere = whole.dim() == 3
     matrix, transposed = as_it_lies(matrix_KN)

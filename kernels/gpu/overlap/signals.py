@@ -32,7 +32,8 @@ def signal(place, epoch):
 def arrived(place, ended, epoch, last, patience):
     """Waits until the call number (int32) at ``place`` is ``epoch`` or more; returns True if it is not above ``last``.
 
-    It returns False after ``patience`` polls, or if the flag at ``ended`` is set: the other rank has ended.
+    It returns False if the number is above ``last``, if ``patience`` polls have not found it, or if the flag at
+    ``ended`` says that the other rank has ended.
     """
     value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
     looks = 0
