@@ -75,7 +75,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def plan(self) -> Plan:
-        """Plan of the run: bytes of state, pipeline actions and messages of every rank."""
+        """Plan of the run: each rank's pipeline actions, messages and bytes of state."""
         return self._parts.runtime.plan
 
     @property
@@ -150,8 +150,8 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def outer(self) -> OuterState | None:
-        """Progress in merging weights with other jobs; None without ``"outer"`` in the configuration, or before the
-        first batch.
+        """Counters of the exchange of updates with other training jobs, such as merges and bytes sent; None without
+        ``"outer"`` in the configuration, or before the first batch.
         """
         built = self._parts.built
         part = built.parts.find(OuterLoop) if built is not None else None
@@ -205,9 +205,9 @@ class Engine(TrainingLoop, NamedState):
 
         Raises:
             EngineError: the batch is malformed, or differs between the ranks of one model copy; all ranks raise, and
-                nothing is updated. All ranks also raise any other failure, unless there are tensor ranks, pipeline
-                ranks or sharded parameters: the failing rank then raises at once, and the job ends. All ranks raise
-                after ``max_skipped_steps`` skipped steps in a row.
+                nothing is updated. Any other failure: with tensor ranks, pipeline ranks or sharded parameters, the
+                failing rank raises at once, and the job ends; otherwise all ranks raise. All ranks raise after
+                ``max_skipped_steps`` skipped steps in a row.
         """
         self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
@@ -298,8 +298,8 @@ class Engine(TrainingLoop, NamedState):
 
         Each rank caches keys and values of its own heads and layers, if the model takes a cache. Each token costs the
         traffic of its forward, and 8 bytes a row over the model copy. Data ranks that gather parameters or share
-        experts also exchange 8 bytes over dp. Without ``sampling``, the last stage sends the logits over pp, label
-        "outputs".
+        experts also exchange 8 bytes over dp before each forward. Without ``sampling``, the last stage sends the logits
+        over pp, label "outputs".
 
         Raises:
             EngineError: the model does not generate, the prompts are not token ids, options do not fit ``sampling``, or
@@ -393,8 +393,8 @@ class Engine(TrainingLoop, NamedState):
     ) -> Any:
         """Continues from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
-        Returns the checkpoint's client state. A returned dict raises on iteration, to catch ``path, state = ...`` as
-        written for DeepSpeed. The hash of each file block read is checked.
+        Returns the checkpoint's client state. If it is a dict, iteration over it raises, so that DeepSpeed's unpacking
+        into (path, state) fails. The hash of each file block read is checked.
 
         Args:
             folder: folder of the run, or of one checkpoint; None: ``checkpoint.folder``.
@@ -445,9 +445,10 @@ class Engine(TrainingLoop, NamedState):
     def close(self) -> None:
         """Ends the engine: waits for a pending checkpoint, removes every patch from the model, closes logs and groups.
 
-        The model's classes, attributes and hooks are then as before ``initialize``. Parameters stay in shards, with
-        placeholders for other stages. A model in ZeRO shards can be passed to ``engine.deepspeed`` again; a model in
-        tensor shards or stages cannot be trained again. The process group itself lives until the interpreter exits.
+        The model's classes, attributes and hooks are then as before ``initialize``. Parameters stay in shards;
+        parameters of other pipeline stages remain placeholders (NaN, without memory). A model in ZeRO shards can be
+        passed to ``engine.deepspeed`` again; a model in tensor shards or stages cannot be trained again. The process
+        group itself lives until the interpreter exits.
 
         An engine that is dropped without ``close`` closes when Python collects it; a thread finishes a pending
         checkpoint.

@@ -272,7 +272,7 @@ class EngineParts:
 
     def evaluated(self) -> AbstractContextManager[None]:
         """Returns a context for evaluations. With a schedule-free optimizer, the model has the averaged weights inside
-        it.
+        it; otherwise the context does nothing.
         """
         averaged = self.built.averaged if self.built is not None else None
         taken = averaged is not None and averaged.by_itself and not averaged.inside

@@ -23,7 +23,7 @@ class TrainingLoop:
     """Engine methods for a training loop in the user's code: forward (``eng(batch)``), ``backward``, ``step`` and
     others.
 
-    With pipeline parallelism, call ``open_pipeline`` first; otherwise forward, ``backward`` and ``step`` raise.
+    With pipeline parallelism, forward, ``backward`` and ``step`` raise until ``open_pipeline`` is called.
     """
 
     _parts: EngineParts
@@ -65,14 +65,14 @@ class TrainingLoop:
         """Runs the backward of the loss of one microbatch. Call it once for each loss of the microbatch.
 
         Averages the gradient over the microbatches of the step and over data ranks; a loss (sum, weight) is divided by
-        the weights of all losses in the step. Gradients are reduced over dp during the last backward.
+        the total weight of all losses in the step. Gradients are reduced over dp during the last backward.
         ``loss.backward()`` has the same effect, but the step's report then has no loss, and fp16 needs ``scale``.
 
         Args:
             loss: a 0-dim mean, or (sum, weight); it may depend on several forwards, and on several engines.
             retain_graph: True to allow another backward through the same graph.
-            metrics: values by the names of ``monitor.metrics`` for the report of the step: numbers, 0-dim tensors or
-                (sum, weight).
+            metrics: name -> value for the step's report, with names from ``monitor.metrics``; a value is a number, a
+                0-dim tensor or (sum, weight).
 
         Raises:
             EngineError: backwards of more microbatches than ``gradient_accumulation_steps``; a loss that is not a
@@ -175,12 +175,12 @@ class TrainingLoop:
     def guard_gradients(self, around: nn.Module | None = None) -> None:
         """Makes reads of a parameter's ``grad`` raise until the next forward, ``step`` or ``zero_grad``.
 
-        The engine does this itself between a backward and its step, because ``grad`` would be None. Call it after
-        a step if user hooks may still read gradients then.
+        Such a read would find None, because the engine has taken the gradient. After a backward the engine itself calls
+        this; call it after a step if user hooks may still read gradients then.
 
         Args:
-            around: a framework's module that contains the model; its ``zero_grad`` then also drops the engine's
-                gradients.
+            around: a framework's module that contains the model; its ``zero_grad`` is patched to drop the engine's
+                gradients too.
         """
         if self._parts.loop is not None:
             self._parts.loop.guard_gradients(around)

@@ -70,11 +70,12 @@ class NamedState:
         """Publishes the present weights as a new version for receivers, such as inference engines. Collective.
 
         Copies this rank's shard to host memory, in the dtype of forward; with ``weights_out.copies`` 2, another rank's
-        shard too. Waits until ``weights_out.deadline`` for receivers of the previous version, then drops that version.
-        Sends three small all-reduces over the world, label "start"; frozen quantized weights are gathered once over dp.
+        shard too. First waits while receivers read the previous version, at most ``weights_out.deadline`` seconds, then
+        drops it. Sends three small all-reduces over the world, label "start"; frozen quantized weights are gathered
+        once over dp.
 
-        Returns a handle: its ``wait()`` waits for the receivers in ``weights_out.to``, and its ``url`` is the
-        address for receivers.
+        Returns a handle: its ``wait()`` waits for the receivers in ``weights_out.to``, and its ``url`` is the address
+        for receivers.
 
         Raises:
             EngineError: the configuration has no "weights_out", or the model is not placed yet.
@@ -217,7 +218,8 @@ class NamedState:
 
     @contextmanager
     def gradients(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Yields the gradients of parameters that match ``pattern``, by name, to read and write in place. Collective.
+        """Opens a context with the gradients of parameters that match ``pattern``, by name, to read and write in place.
+        Collective.
 
         Between the last backward of a step and ``step()``, they are averaged over all microbatches and data ranks, not
         clipped, and without the loss scale; the step uses the written values. Inside an accumulation they are the
@@ -250,10 +252,11 @@ class NamedState:
 
     @contextmanager
     def masters(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Yields the weights that the optimizer updates, by parameter name, to read and to write in place. Collective.
+        """Opens a context with the weights that the optimizer updates, by parameter name, to read and to write in
+        place. Collective.
 
-        They are fp32 masters, or without masters the parameters themselves. Tensor ranks have their shard of each.
-        Written values are rounded into the parameters at the end, on all data ranks.
+        They are fp32 masters, or without masters the parameters themselves. Tensor ranks have their shard of each. The
+        end of the context rounds written values into the parameters, on all data ranks.
 
         Args:
             pattern: names of trained parameters, such as ``"layers.0.*"``.
@@ -278,9 +281,11 @@ class NamedState:
 
     @contextmanager
     def optimizer_state(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
-        """Yields the optimizer's state tensors by parameter name, to read and to write in place. Collective.
+        """Opens a context with the optimizer's state tensors by parameter name, to read and to write in place.
+        Collective.
 
-        Example: {"layers.0.weight": {"exp_avg": tensor, ...}}. Empty before the first update.
+        Example: {"layers.0.weight": {"exp_avg": tensor, ...}}. Empty before the first update. The end of the context
+        stores written values.
 
         Args:
             pattern: names of trained parameters, such as ``"layers.0.*"``.
@@ -329,8 +334,9 @@ class NamedState:
                 ``reload_states`` before the next backward.
 
         Raises:
-            EngineError: another device, an unknown name, too little memory; inside an accumulation, or a `with` block
-                that refers to the state.
+            EngineError: another device, an unknown name, too little memory; inside an accumulation, unless
+                ``unfinished``; inside a `with` block of ``gradients``, ``masters``, ``optimizer_state`` or
+                ``full_parameters``.
         """
         if unfinished:
             self._parts.resources.refuse_closed("offload_states")

@@ -35,7 +35,9 @@ def answered_by(answer: Answer) -> Iterator[None]:
 
 
 def answerable(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns a wrapper that calls ``function``, or inside :func:`answered_by` calls the ``answer`` passed to it."""
+    """Returns a wrapper of ``function``. Inside a context of :func:`answered_by`, it calls the context's ``answer``
+    instead.
+    """
     known = signature(function)
 
     @wraps(function)

@@ -152,7 +152,9 @@ def _plan_request(model: nn.Module, config: Config, request: Request, example: B
 
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
-    """Measures the cost of each module call in a forward and backward of ``example``, one microbatch, on ``device``."""
+    """Measures time and memory of each module call in a forward and backward of ``example``, one microbatch, on
+    ``device``.
+    """
     program = request.program(model, make_precision(config, model), torch.device("cpu"))
     return profile_run(program, example, config, stages_wanted(config), device)
 

@@ -104,8 +104,9 @@ def _words(name: str) -> set[str]:
 def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
     """Raises on all ranks if weights or plans differ between ranks. All ranks of the world must call it.
 
-    If ``initial_weights`` is "rank0", rank 0 first broadcasts its weights. Then one all-reduce compares hashes, label
-    "equal weights". If a hash differs, all-gathers find a differing rank and parameter.
+    If ``initial_weights`` is "rank0", rank 0 first broadcasts its weights. Then one all-reduce, with label "equal
+    weights", compares hashes of names, weights and plans. If a hash differs, all-gathers find a differing rank and
+    parameter.
 
     Raises:
         PlanError: parameters, weights or plans differ between ranks.

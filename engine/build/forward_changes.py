@@ -107,7 +107,7 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 
 
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
-    """Fuses the unsharded and column-parallel linear layers that ``changes`` lists with the activations after them.
+    """Fuses linear layers, unsharded or column-parallel, with the activations after them, as listed in ``changes``.
 
     If the engine has main gradients (buffers that sum gradients), unsharded linear layers and embeddings also add their
     weight gradients to these buffers in backward.
@@ -143,7 +143,9 @@ def _is_plain_embedding(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AddedRows:
-    """Forward of an embedding. Its backward adds the weight gradient directly to the buffer of gradients."""
+    """Callable in place of the forward of an embedding. In backward, the weight gradient is added directly to the
+    buffer of gradients.
+    """
 
     module: nn.Module
     kernels: Kernels

@@ -103,9 +103,10 @@ def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: Forward
 
 
 def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPatches) -> None:
-    """Marks the parameters of ``model`` when ``patches`` are removed, if this rank lacks some of their elements.
+    """Makes a later removal of ``patches`` mark the parameters of ``model``; does nothing if this rank has all their
+    elements.
 
-    :func:`refuse_parts` refuses a marked model.
+    :func:`refuse_parts` refuses a model with marked parameters.
 
     Args:
         cut: True if some parameter is sharded over tensor or expert ranks.

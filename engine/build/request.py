@@ -63,7 +63,8 @@ class Request:
         ``precision``.
 
         Args:
-            comm: communication by which ``loss_fn`` can gather rows over the data ranks; None: without it.
+            comm: communication by which ``loss_fn`` can gather rows of tensors over the data ranks. None: a gather only
+                repeats this rank's rows, for planning.
         """
         if comm is not None:
             self.gather.open(comm)

@@ -104,7 +104,7 @@ class StopSignal:
             signal.raise_signal(number)
 
     def give_up(self) -> None:
-        """Removes the handler. The process then ends if SIGTERM was received."""
+        """Removes the handler. If SIGTERM was received before, sends it to this process again, which then ends."""
         self.remove()
         if self.asked and not self._active:
             signal.raise_signal(signal.SIGTERM)
@@ -193,7 +193,7 @@ class CheckpointCoordinator:
             logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
-        """Completes an earlier ``load`` on the sharded model. Without one, loads ``checkpoint.init_from``. Collective.
+        """Completes an earlier ``load`` after sharding; without a ``load``, reads ``checkpoint.init_from``. Collective.
 
         ``update``: counters and loss scale of the run. ``entries``: from :func:`state_entries`.
         """
@@ -222,7 +222,7 @@ class CheckpointCoordinator:
         return TrainerState(update, self._tracked, self._comm.grid, self.device, late)
 
     def register(self, things: Mapping[str, object]) -> None:
-        """Adds ``things``, name -> object, to saves."""
+        """Adds ``things``, name -> object with ``state_dict`` and ``load_state_dict``, to later saves and loads."""
         for name, thing in things.items():
             if not isinstance(thing, Stateful):
                 raise EngineError(
@@ -264,7 +264,7 @@ class CheckpointCoordinator:
         options: LoadOptions,
         missing_ok: bool,
     ) -> Any:
-        """Loads the newest checkpoint and sets the counters ``update``; see :meth:`engine.Engine.load_checkpoint`."""
+        """Loads the newest checkpoint; see :meth:`engine.Engine.load_checkpoint`. Fills in the counters ``update``."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
             raise EngineError(
@@ -365,8 +365,8 @@ class CheckpointCoordinator:
             raise problem
 
     def release(self) -> None:
-        """Removes the signal handler, unlocks the checkpoint folders and destroys the CPU process group; may be called
-        twice. A pending save continues in its thread and unlocks them at its end.
+        """Removes the signal handler. Unlocks the checkpoint folders and destroys the CPU process group: at once, or at
+        the end of a pending save, in its thread. May be called twice.
         """
         if self._signal is not None:
             self._signal.remove()
@@ -452,8 +452,8 @@ class CheckpointCoordinator:
         return reader.manifest.user
 
     def placed(self, call: str) -> RunState:
-        """Returns this rank's state. Raises EngineError, which names the method ``call``, if the model is not sharded
-        yet, or inside ``full_parameters``.
+        """Returns this rank's model, optimizer and counters. Raises EngineError before the model is sharded, and inside
+        ``full_parameters``; the error names the method ``call``.
         """
         if self._run is None:
             raise EngineError(

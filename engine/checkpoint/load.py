@@ -152,8 +152,8 @@ class Loader:
         the same moments.
 
         Raises:
-            CheckpointError: names the first moment that is missing, has another shape than its parameter, or is not
-                real.
+            CheckpointError: names the first moment that is missing, has another shape than its parameter, or is boolean
+                or complex.
         """
         rows = {row.name: row for row in self.local_tensors.ownership.plan.table}
         for place in self.local_tensors.places:
@@ -215,9 +215,9 @@ class Loader:
 
     @torch.no_grad()
     def read_apart(self, whole: Iterable[WholeUpdates]) -> None:
-        """Reads optimizer state in other shapes than its parameter's, such as the preconditioners of Shampoo.
+        """Reads optimizer tensors with other shapes than their parameters, such as the preconditioners of Shampoo.
 
-        ``whole``: optimizer parts that store it. A parameter without saved state starts afresh.
+        ``whole``: parts of the optimizer that receive these tensors. A parameter without saved state starts afresh.
         """
         for updates in whole:
             updates.forget()
@@ -227,14 +227,15 @@ class Loader:
                 self._fill(held for held in self.local_tensors.apart(updates) if held.row.name in known)
 
     def check_apart(self, whole: Iterable[WholeUpdates], updated: Collection[str]) -> None:
-        """Checks optimizer state in other shapes than its parameter's, such as the preconditioners of Shampoo.
+        """Checks saved optimizer tensors with other shapes than their parameters, such as the preconditioners of
+        Shampoo, against this run's optimizer.
 
         Args:
             whole: parts of this run's optimizer that store such state.
             updated: names of the parameters that the saved run has updated; other parameters may lack state.
 
         Raises:
-            CheckpointError: names the first parameter with saved state in other names or shapes than this run's.
+            CheckpointError: names the first parameter for which saved tensors and this run's differ in names or shapes.
         """
         for updates in whole:
             found = self._stored_apart(updates)
@@ -312,10 +313,10 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 @torch.no_grad()
 def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """Completes weights on all data ranks after each has loaded its ZeRO shard.
+    """Completes weights on all data ranks after each has loaded one shard, also at ZeRO 0.
 
-    All-gathers fp32 masters at ZeRO 0, and parameters at ZeRO 0 to 2, over data ranks. Rounds masters into the
-    parameters.
+    ZeRO 0 all-gathers fp32 masters over data ranks, then rounds them into the parameters. ZeRO 1 and 2 round first,
+    then all-gather parameters, as does ZeRO 0 without masters.
     """
     pending = []
     for flat in buckets:

@@ -38,8 +38,8 @@ class MemoryFiles(Files):
     """File operations that write a checkpoint into host memory. Folders are created with their first file.
 
     Args:
-        named: rank 0's memory folder; callers pass paths inside it.
-        shared: this host's memory folder, which replaces ``named`` in the paths of new files.
+        named: rank 0's memory folder. On every rank, callers pass paths inside it.
+        shared: this host's memory folder, in which ``create`` makes the file instead; other methods use paths as given.
     """
 
     def __init__(self, named: Path, shared: Path) -> None:

@@ -19,10 +19,11 @@ from engine.checkpoint.format.safetensors_file import FilePart
 
 
 def published_parts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[FilePart, ...]]:
-    """Returns the tensors that together form each parameter in a Hugging Face folder, by the parameter's key.
+    """Returns the tensors into which transformers divides each parameter when it saves a model folder, by the
+    parameter's key.
 
-    Example: a folder has one tensor for each expert, where the model has one stacked parameter. A parameter is left out
-    if the folder has it under the same key as the model, or if the folder's tensors are not contiguous parts of the
+    Example: the folder has one tensor for each expert, where the model has one stacked parameter. A parameter is left
+    out if the folder has it under the same key as the model, or if the folder's tensors are not contiguous parts of the
     parameter. Returns {} for models that are not from transformers.
 
     Args:

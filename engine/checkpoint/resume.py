@@ -353,8 +353,8 @@ class Resume:
 
 
 def loading(host: HostGroup, step: Path, advice: Callable[[], str] = str) -> AbstractContextManager[None]:
-    """Returns a context for a part of a load. If a rank fails in it, all ranks raise its error, followed by
-    ``advice()``.
+    """Returns a context for a part of a load; all ranks enter it. If a rank fails in it, all ranks raise its error,
+    with the text of ``advice()`` appended.
 
     Raises:
         CheckpointError: a rank has failed; names the checkpoint ``step``.
@@ -369,7 +369,9 @@ def loading(host: HostGroup, step: Path, advice: Callable[[], str] = str) -> Abs
 
 
 def start_weights(run: RunState, host: HostGroup, folder: Path) -> None:
-    """Loads initial weights from ``checkpoint.init_from``, a Hugging Face folder or a checkpoint. Collective."""
+    """Loads initial weights from ``folder`` (``checkpoint.init_from``), a Hugging Face folder or a checkpoint.
+    Collective.
+    """
 
     def describe(error: Exception) -> str:
         if isinstance(error, EngineError):

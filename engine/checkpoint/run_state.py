@@ -82,8 +82,8 @@ class RunState:
 
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
-        """Parameters and buffers of a checkpoint's folder ``model/``, each with the rank that writes it; equal on all
-        ranks.
+        """All parameters and persistent buffers, each with the rank that writes it into a checkpoint's folder
+        ``model/``; equal on all ranks.
         """
         parameters = {n.partition("/")[2]: given[0] for n, given in self.keys.items() if n.startswith("param/")}
         kinds = {name: (self.keys[name][0], kind_of(buffer)) for name, buffer in self.buffers.items()}

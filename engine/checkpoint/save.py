@@ -189,8 +189,8 @@ class Saver:
         """Lock on the folder of the pending save; rank 0 only."""
 
     def elsewhere(self, files: Files) -> "Saver":
-        """Returns a copy of this saver that shares its snapshots, but writes with ``files`` (for example into host
-        memory) and takes no locks.
+        """Returns a second saver that writes this saver's snapshots with ``files`` (for example into host memory), and
+        takes no locks.
         """
         other = copy(self)
         other._files, other._lock, other._held, other._whole = files, lambda folder: None, ExitStack(), True

@@ -31,7 +31,8 @@ def copy_weights(source: RunState, target: RunState) -> None:
     """Copies parameters and persistent buffers of ``source`` into ``target``, cast to the target's dtypes. Collective
     over the world.
 
-    Takes fp32 masters of ``source`` in place of rounded weights. The target's optimizer state does not change.
+    Copies fp32 masters of ``source``, if any, instead of the rounded weights, also into masters of ``target``. Other
+    optimizer state does not change.
 
     Raises:
         EngineError: the models differ, or the engines run on different ranks. All ranks raise, before communication.
@@ -120,11 +121,11 @@ def _copy(piece: Piece, width: int, full: Tensor, local: memoryview, out: bool) 
 
 
 def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[[Image], None]) -> Image:
-    """Returns the tensors ``kinds``, in full on every rank, from pieces that all ranks write. One all-reduce over the
-    world, label "weights".
+    """Returns full tensors on every rank, joined from pieces that all ranks write. One all-reduce (maximum of bytes)
+    over the world, label "weights".
 
     Args:
-        kinds: dtype and shape of each tensor, by name.
+        kinds: dtype and shape of each returned tensor, by name.
         fill: callback that writes this rank's pieces into the tensors, which begin as zeros. Ranks that write the same
             element write the same value.
     """
@@ -163,8 +164,8 @@ _SOURCE = "the state that rank 0 was given"
 
 @torch.no_grad()
 def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
-    """Loads weights and persistent buffers on all ranks from ``state``, rank 0's full state dict. Collective over the
-    world.
+    """Loads weights and persistent buffers on all ranks from rank 0's ``state``, a full state dict; on other ranks it
+    is ignored. Collective over the world.
 
     Raises:
         CheckpointError: a tensor has the wrong shape or is not floating-point; or, with ``strict``, a key is unknown or

@@ -111,7 +111,8 @@ class CheckpointWriter:
         """Problem of the last save into memory."""
 
     def save(self, folder: Path, user: Any, keep: int | None, without_frozen: bool = False) -> PendingSave:
-        """Starts a save of the run into ``folder`` and returns its handle. ``user``: the ``client_state`` to store.
+        """Waits for a pending save, copies the run to host memory, and starts to save the copy into ``folder``. Returns
+        the handle of the save. Collective. ``user``: the ``client_state`` to store.
 
         Args:
             keep: number of checkpoints that remain in the folder; None: all.

@@ -216,7 +216,7 @@ class Config:
 
     @property
     def given_microbatches(self) -> int | None:
-        """Number of microbatches that each data rank passes to a step; None: any number."""
+        """Number of microbatches in each data rank's batch of a step; None (``uneven_microbatches``): any number."""
         return None if self.uneven_microbatches else self.accumulation
 
     @cached_property
@@ -226,12 +226,12 @@ class Config:
 
     @cached_property
     def row_ranks(self) -> int:
-        """Number of data ranks with different rows of the batch."""
+        """Number of data ranks, which each have their own rows of the batch."""
         return self.dp
 
     @cached_property
     def shards(self) -> int:
-        """Number of data and context ranks over which ZeRO shards the state."""
+        """Number of ranks over which ZeRO shards: ``shard_size`` (default: all data ranks) times context ranks."""
         return (self.zero_optimization.shard_size or self.dp) * self.cp
 
     @cached_property
@@ -302,9 +302,9 @@ def load_config(
 ) -> Config:
     """Loads a config from a dict, a JSON, TOML or YAML file, or another Config, and checks it.
 
-    ``world_size``, the number of processes, determines all "auto" and missing sizes. ``overrides`` are words such as
-    ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``, unknown top-level keys are only
-    noted in ``Config.notes``, unless they resemble a known key.
+    ``world_size``, the number of processes, determines all "auto" and missing sizes; None leaves them open.
+    ``overrides`` are words such as ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``,
+    unknown top-level keys are only noted in ``Config.notes``, unless they resemble a known key.
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them by their JSON paths.
@@ -420,7 +420,7 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
 def axis_sizes(parallel: ParallelConfig) -> dict[str, int | Literal["auto"]]:
     """Returns the size of each parallel axis, or "auto", by axis name.
 
-    An axis without a configuration key has its default size.
+    An axis for which ``parallel`` has no key has its default size.
     """
     others = {axis.noun: getattr(parallel, axis.noun, axis.size) for axis in grid.AXES if axis.noun not in AXES}
     return {axis: getattr(parallel, axis) for axis in AXES} | others

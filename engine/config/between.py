@@ -88,7 +88,8 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
 def check_tiles(
     given: ActivationCheckpointingConfig, parallel: ParallelConfig, compiled: bool, problems: Problems
 ) -> None:
-    """Adds a problem if ``activation_checkpointing.tile_tokens`` is set with tensor ranks or with torch.compile.
+    """Adds a problem if ``activation_checkpointing.tile_tokens`` is set together with tensor parallelism or
+    torch.compile.
 
     ``compiled`` is the configuration value ``compile``.
     """
@@ -102,8 +103,8 @@ def check_tiles(
 
 
 def check_zero(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem for each ZeRO setting that needs another stage, and each offload setting that needs another
-    setting.
+    """Adds a problem for each ZeRO setting that does not fit the ZeRO stage, and each offload setting that does not fit
+    other offload settings.
     """
     _check_offload(zero.offload_optimizer, problems)
     if zero.reduce == "microbatch" and zero.stage < 2:
@@ -186,8 +187,8 @@ def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem for each quantized message that the ZeRO stage does not send, and each setting of a disabled
-    quantization.
+    """Adds a problem for each enabled quantization of messages that the ZeRO stage does not send, and each setting of a
+    disabled quantization.
     """
     for key, what in (("zero_quantized_weights", "gather parameters"), ("zero_quantized_gradients", "reduce shards")):
         if getattr(zero, key) and zero.stage == 0:

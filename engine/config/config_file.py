@@ -51,7 +51,7 @@ def read_config_file(path: str | os.PathLike[str], problems: Problems) -> Mappin
 
 
 def remarks(raw: object) -> tuple[str, ...]:
-    """Returns a note for the user if ``raw`` comes from a file that was read as Hjson; otherwise ()."""
+    """Returns the note that the file of ``raw`` is not valid JSON and was read as Hjson; () for other files."""
     return (raw.remark,) if isinstance(raw, FileObject) and raw.remark else ()
 
 

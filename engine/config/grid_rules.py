@@ -84,7 +84,7 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
 
 
 def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
-    """Adds a problem for each setting of ``wire`` (messages in fewer bits) that has no effect, or that contradicts
+    """Adds a problem for each setting of ``wire`` (compression of messages) that has no effect, or that contradicts
     another setting.
     """
     blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
@@ -115,9 +115,10 @@ def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityC
 
 
 def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
-    """Raises an error if the pipeline schedule or the tensor plan is invalid for every model.
+    """Raises an error if the pipeline schedule or the tensor plan is invalid with any model.
 
-    ``microbatches`` is the number per step; None: unknown. Checks that need unknown sizes are left out.
+    ``microbatches`` is the number per step. If it is None, or the schedule or ``parallel.pipeline`` is "auto", the
+    schedule is not checked.
 
     Raises:
         ConfigError, PlanError, ScheduleError: the errors of :func:`engine.initialize`.

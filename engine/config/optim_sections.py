@@ -399,7 +399,9 @@ class OptimizerConfig:
 
     @property
     def entries(self) -> "tuple[OptimizerConfig, ...]":
-        """All configured optimizers, in order. The last (this object) updates the parameters that no other matches."""
+        """All configured optimizers, in order. The last (this object) updates the parameters that none of the others
+        updates.
+        """
         return (*self.before, self)
 
     @property
@@ -410,7 +412,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedOptimizerConfig(OptimizerConfig):
-    """Entry of a list of optimizers: it updates the parameters with matching names."""
+    """Entry of a list of optimizers: it updates the parameters with names that fit a pattern in ``match``."""
 
     match: str | tuple[str, ...] = setting((), AnyOf(rules=(Text(), GLOBS)), required=True)
     """Name patterns of the parameters that it updates."""

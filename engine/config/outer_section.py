@@ -134,9 +134,7 @@ class OuterConfig:
 
     @property
     def steps(self) -> int:
-        """Number of training steps of this job between two updates of the same tensor that it sends to the merging
-        server.
-        """
+        """Number of training steps after which this job sends the next update of a tensor to the merging server."""
         if self.period is not None:
             return self.period
         return 1 if self.rule in SERVER_RULES or self.rule == "hogwild" else DELTA_PERIOD
@@ -155,8 +153,8 @@ class OuterConfig:
     def store_optimizer(self, training: OptimizerConfig | None) -> StoreOptimizerConfig:
         """Returns the optimizer of the server that merges the updates of several sites (training jobs).
 
-        It is ``outer.optimizer`` if set. If unset, it is ``training`` (the configured optimizer) for sites that send
-        gradients, else the default for ``outer.rule``.
+        It is the first of these: ``outer.optimizer``, if set; ``training`` (the configured optimizer), if sites send
+        gradients; the default for the merge rule ``outer.rule``.
         """
         if self.optimizer is not None:
             return self.optimizer
@@ -263,8 +261,8 @@ def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clippi
 
 
 def check_weights_out(weights_out: WeightsOutConfig | None, problems: Problems) -> None:
-    """Adds a problem for each entry of ``weights_out.to`` that names no receiver or several, has a malformed address,
-    or has a ``pause`` mode that the receiver lacks.
+    """Adds a problem for each entry of ``weights_out.to`` that does not name exactly one receiver, has a malformed
+    address, or has a ``pause`` mode that the receiver lacks.
     """
     for index, each in enumerate(weights_out.to if weights_out is not None else ()):
         at = f"weights_out.to[{index}]"
@@ -296,7 +294,7 @@ def check_outer(
     zero: ZeroConfig,
     problems: Problems,
 ) -> None:
-    """Adds a problem for each setting of section ``outer`` that has no effect, or excludes another setting.
+    """Adds a problem for each setting of section ``outer`` that has no effect, or contradicts another setting.
 
     ``clipping``: norm to which gradients are clipped; 0: no clipping.
     """

@@ -157,8 +157,8 @@ def stored(params: Any, everything: bool = False) -> FrozenMap:
 def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside: tuple[str, ...] = ()) -> T:
     """Converts the JSON object ``raw``, at JSON path ``at``, to the section dataclass ``cls``.
 
-    A wrong or missing key gets its default, and mistakes are added to ``problems``. ``beside``: further valid keys,
-    absent from ``raw``, that an error may suggest.
+    A wrong or missing key gets its default, and mistakes are added to ``problems``. ``beside``: valid keys that the
+    caller has removed from ``raw`` to read them itself; errors may suggest them.
     """
     known = settings(cls)
     if not isinstance(raw, Mapping):
@@ -242,9 +242,9 @@ def move(raw: dict[str, Any], target: str, value: object, origin: str, problems:
 
 
 def put_at(raw: dict[str, Any], path: str, value: object) -> object:
-    """Sets the dotted key ``path`` in ``raw`` to ``value`` if it has no value; returns its value afterwards.
+    """Sets the dotted key ``path`` in ``raw`` to ``value`` if the key has no value; returns the key's value afterwards.
 
-    Nested objects on the path are copied, so that the caller's objects are not changed.
+    Changes ``raw`` itself, but replaces nested objects on the path by changed copies.
     """
     *parents, leaf = path.split(".")
     for parent in parents:

@@ -246,7 +246,9 @@ class Choice(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text(Rule):
-    """Rule for nonempty text or a path object. If ``ends`` is given, the text ends with one of its entries."""
+    """Rule for nonempty text or a path object. If ``ends`` is given, it refuses a value that ends with none of the
+    entries.
+    """
 
     noun: str = "text"
     ends: tuple[str, ...] = ()
@@ -265,7 +267,9 @@ class Text(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorName(Text):
-    """Rule for a category of torch operators, or the name of one operator, such as "aten.mm" or "aten.mm.default"."""
+    """Rule for a category of torch operators, such as "matmul", or the name of one operator, such as "aten.mm" or
+    "aten.mm.default".
+    """
 
     def accept(self, value: object) -> object:
         word = Text.accept(self, value)

@@ -42,7 +42,7 @@ class ScheduleCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextConfig:
-    """Settings of context parallelism, if ``parallel.context`` is an object with a size and a method."""
+    """Settings of context parallelism in the object form of ``parallel.context``, which may also be the size alone."""
 
     size: int | Literal["auto"] = setting(1, AXIS, required=True)
     """Size of the context axis."""
@@ -197,7 +197,9 @@ class ZeroConfig:
 
     @property
     def bucket_elements(self) -> int:
-        """Number of elements in a bucket: ``reduce_bucket_size``, or the default of CPUs if it is not set."""
+        """Number of elements in a bucket: ``reduce_bucket_size``, or if it is not set, the default for CPUs
+        (``Config.for_accelerators`` sets the one for GPUs).
+        """
         return self.reduce_bucket_size or HOST_BUCKET
 
 
@@ -235,7 +237,7 @@ class QuantizeFrozenConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchAutocastConfig:
-    """Settings of torch.autocast around every forward; the model is in fp32 or bf16."""
+    """Settings of torch.autocast around every forward; it cannot be combined with ``fp16``."""
 
     enabled: bool = setting(False, Flag())
     """Enter torch.autocast around every forward."""
@@ -422,7 +424,7 @@ class WatchdogConfig:
 
 
 def check_installed(monitor: MonitorConfig) -> None:
-    """Raises a ConfigError on every rank if a configured log needs a missing package."""
+    """Raises a ConfigError if ``monitor`` enables TensorBoard, wandb or MLflow, and this rank lacks the package."""
     for key, install in (("tensorboard", "'trine[ui]'"), ("wandb", "wandb"), ("mlflow", "mlflow")):
         if (value := getattr(monitor, key)) and find_spec(key) is None:
             raise ConfigError(

@@ -25,7 +25,9 @@ class ConstantLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLRParams:
-    """Parameters of LinearLR, which changes the learning rate linearly between two fractions of its value."""
+    """Parameters of LinearLR, which changes the learning rate linearly from one fraction of the configured rate to
+    another.
+    """
 
     start_factor: float = setting(1 / 3, Real(above=0, high=1))
     """Fraction of the learning rate at the start."""

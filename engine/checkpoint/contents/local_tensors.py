@@ -48,8 +48,8 @@ class ModelTensor:
 
     @property
     def entries(self) -> Sequence[FilePart]:
-        """Keys that store this tensor in a file of the checkpoint's ``model/``, each with its elements, in row-major
-        order.
+        """Entries (key and range of elements) that store this tensor in a file of the checkpoint's ``model/``, in the
+        order of the elements.
         """
         if self.row is None and self.parts:  # a buffer may have been replaced by one of another shape
             return file_parts(self.parts[0].key, self.kind.shape)
@@ -74,7 +74,7 @@ def _region(row: ShardRow, ranges: Sequence[Range], holder: ShardHolder) -> Part
 def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
     """Returns the rows of a parameter that the ranks at ``holder`` (pp, tp, ep) save; None if they save none.
 
-    Replicated rows are saved by the first of their tensor ranks.
+    If several tensor ranks have the same rows, the first of these ranks saves them.
     """
     first = [each for each in row.ranges if each.holders[0] == holder.tp]
     return _region(row, first, holder) if first and row.held(holder._replace(pp=row.owners[0])) else None
@@ -99,12 +99,12 @@ class SaveOwnership:
 
     @cached_property
     def grid(self) -> Grid:
-        """Grid of all ranks, with the coordinates of rank 0."""
+        """Grid of all ranks, seen from rank 0."""
         return self.plan.grid(0)
 
     def stores(self, row: ShardRow, coord: Coord) -> bool:
-        """Returns True if the rank at ``coord`` saves its ZeRO shard of a parameter: the first of the ranks with this
-        shard does.
+        """Returns True if the rank at ``coord`` saves its ZeRO shard of a parameter. Only the lowest of the ranks with
+        the same shard saves it.
         """
         spread = self.grid.expert_spread if row.experts else self.grid.spread
         return self.grid.is_first(spread.shard_copies, coord)
@@ -259,7 +259,9 @@ class LocalTensors:
         return self._elements(self.inventory.element_state(tensors))
 
     def companions(self) -> Iterator[Held]:
-        """Yields further tensors of each parameter, with the parameter's shape, such as moving averages of weights."""
+        """Yields the tensors that features other than the optimizer store for each parameter, with its shape, such as
+        moving averages of weights.
+        """
         return self._elements(self.inventory.companion_state())
 
     def _elements(self, found: Iterable[StateTensor]) -> Iterator[Held]:
@@ -337,18 +339,19 @@ def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice,
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
-    """Returns the slice of a buffer that contains the elements ``own`` of one parameter.
+    """Returns the slice with the elements ``own`` of one parameter, in a buffer that stores a part of a flat bucket.
 
-    ``owned``: range of a flat bucket that the buffer stores. ``slot``: range of the bucket that the parameter fills.
+    ``owned``: range of the bucket that the buffer stores. ``slot``: range of the bucket that the parameter fills.
     """
     return slice(slot.start + own.start - owned.start, slot.start + own.stop - owned.start)
 
 
 @torch.no_grad()
 def copy_shared(source: Tensor, held: Piece, target: Tensor, wanted: Piece) -> None:
-    """Copies the elements that two pieces of a parameter share from one flat tensor to another.
+    """Copies from the flat tensor ``source`` to the flat tensor ``target`` the elements of a parameter that both
+    contain.
 
-    ``held``: piece in ``source``. ``wanted``: piece in ``target``.
+    ``held``: piece of the parameter in ``source``. ``wanted``: piece in ``target``.
     """
     if held == wanted:
         target.copy_(source)

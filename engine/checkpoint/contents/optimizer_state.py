@@ -76,7 +76,7 @@ def arranged(
     """Separates moments from scalars for the manifest. Returns ``tensors`` without the scalars, and a dict of the
     scalars.
 
-    The dict has one set of scalars for each group, and one for each parameter that differs from its group. A
+    The dict has one set of scalars for each group, and one for each parameter with other values than its group. A
     one-element tensor becomes a scalar if the same state is a scalar for other parameters of the group.
 
     Args:
@@ -219,8 +219,9 @@ class Families:
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
     """Replaces the optimizer's moments by zeros, for a load to fill, and returns them.
 
-    The result is flat parameter -> moment name -> tensor, with the moments of ``families``. Moments that the
-    optimizer stores in 8 bits are returned unencoded, in host memory.
+    The result is flat parameter -> moment name -> tensor, with the moments of ``families``. Moments that the optimizer
+    stores in 8 bits are returned unencoded, in host memory; a load passes them to ``keep_state`` after it has filled
+    them.
     """
     inner, names = optimizer.inner, _names(optimizer, table)
     groups = {place.parameter: names[index] for index, place in _grouped(optimizer)}
@@ -256,8 +257,8 @@ def restore(
     """Restores the optimizer's scalars and group options from ``stored``, the optimizer entry of a checkpoint's
     manifest.
 
-    A built-in optimizer restores its step count, and options that the user changed by hand, except options that a
-    schedule sets (``scheduled``) or that are configured differently now. Other optimizers restore all saved
+    A built-in optimizer restores its step count, and options that the user changed by hand. It does not restore options
+    that a schedule sets (``scheduled``), or options with a new configured value. Other optimizers restore all saved
     options; a group with other parameters than before uses this run's learning rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)

@@ -70,7 +70,7 @@ class Snapshot:
 
     @property
     def images(self) -> tuple[HostImage, ...]:
-        """Safetensors images of the files that this rank writes; files without tensors are left out."""
+        """Safetensors files that this rank writes, byte for byte in host memory; files without tensors are left out."""
         return tuple(image for image in (self.model, self.optim, self.state) if image.layout.places)
 
 

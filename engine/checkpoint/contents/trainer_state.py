@@ -58,8 +58,8 @@ class TrainerState:
     """Names of objects that are registered when the model is built, and that a checkpoint may lack."""
 
     def check(self, reader: OpenCheckpoint) -> None:
-        """Checks that the checkpoint has the state of every registered object. If another engine saved the checkpoint,
-        missing state is only logged as a warning.
+        """Checks that the checkpoint has the state of every registered object. If another framework, such as DeepSpeed,
+        saved the checkpoint, missing state is only logged as a warning.
 
         Also logs a warning about saved state of an unregistered object.
 
@@ -183,7 +183,9 @@ _LEAVES = (bool, int, float, str, type(None))
 
 
 def schedule_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of a scheduler's ``state_dict()`` that are numbers, strings, lists or dicts, as JSON."""
+    """Returns the entries of a scheduler's ``state_dict()`` that JSON can express, also from nested dicts. One-element
+    tensors become numbers.
+    """
     return {key: _plain(value) for key, value in state.items() if _is_plain(value)}
 
 

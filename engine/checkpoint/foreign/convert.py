@@ -33,7 +33,8 @@ def convert(folder: Path, out: Path, weights_only: bool = False) -> Path:
     inside ``out``.
 
     Args:
-        weights_only: True to leave out optimizer state, which some files store without parameter names.
+        weights_only: True to leave out optimizer state. False raises for Megatron's torch format, which stores it
+            without parameter names.
 
     Raises:
         CheckpointError: ``folder`` has no checkpoint of a known engine, or is damaged; the disk is full.

@@ -73,8 +73,9 @@ def client_state(state: Mapping[str, Any], dropped: list[str]) -> Any:
 
 
 def first_flat(options: Mapping[str, Any], index: int) -> int:
-    """Returns the position of a parameter group's state in DeepSpeed's optimizer state: the first entry of "params" in
-    ``options``, or else ``index``, the number of the group.
+    """Returns the position of a parameter group's state in DeepSpeed's optimizer state.
+
+    It is the first entry of "params" in ``options`` if that is an int; otherwise ``index``, the number of the group.
     """
     params = options.get("params")
     first = params[0] if isinstance(params, list) and params else index
@@ -103,7 +104,7 @@ def scheduler_state(state: Any) -> dict[str, Any] | None:
     """Converts the state of a DeepSpeed scheduler to torch's "last_epoch" and "_step_count"; returns None if it is no
     dict.
 
-    State without "last_batch_iteration" is returned unchanged, as JSON values.
+    State without "last_batch_iteration" is returned without the values that JSON cannot express.
     """
     if not isinstance(state, dict):
         return None

@@ -87,7 +87,7 @@ class ForeignStep:
         """Does nothing, because files of other engines have no hashes."""
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
-        """Returns {}: random states in other engines' checkpoints are not read."""
+        """Returns {}: callers ask for random states, which are not read from other engines' checkpoints."""
         return {}
 
 

@@ -44,8 +44,9 @@ def is_megatron(names: Sequence[str]) -> bool:
 
 
 def read_megatron(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """Reads weights and counters, but no optimizer state, of the Megatron checkpoint in ``folder``. Returns its
-    contents, and an empty list.
+    """Reads weights and counters of the Megatron checkpoint in ``folder``. Returns its contents, and an empty list.
+
+    ``optimizer`` must be False, because the format stores optimizer state without parameter names.
 
     Raises:
         CheckpointError: ``optimizer`` is True; a rank's file is missing; the shards of a weight do not fit together.

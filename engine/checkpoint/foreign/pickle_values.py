@@ -61,6 +61,7 @@ def read_pickle(
         call: function ``(name, arguments)`` that returns the value of a call in the pickle; by default, a
             ``PickledObject``.
         persistent: function that returns the value of a persistent id. Files of torch refer to storages by such ids.
+            The default is for pickles without them.
 
     Raises:
         CheckpointError: the pickle is damaged, or has opcodes that torch does not write.

@@ -94,12 +94,12 @@ class ChunkReader:
         self._pool = ThreadPoolExecutor(THREADS, "reader")  # threads start with the first read and end with the reader
 
     def read(self, file: int, target: ByteRange, start: int, check: Check) -> int:
-        """Reads an open file into ``target``, beginning at byte ``start``, a multiple of the page size. Returns the
-        number of bytes read. Calls ``check(chunk, offset in the file)`` for each chunk.
+        """Fills ``target`` from an open file, beginning at byte ``start``, a multiple of the page size. Returns the
+        size of ``target`` in bytes. Calls ``check(chunk, offset in the file)`` for each chunk.
 
         Raises:
-            OSError: the disk failed, or the file is too short. Errors of ``check`` are raised too. If there are
-                several errors, the one at the lowest offset is raised.
+            OSError: the disk failed, or the file is too short. Errors of ``check`` are raised too. If there are several
+                errors, the one at the lowest offset is raised.
         """
 
         def one(begin: int) -> int:

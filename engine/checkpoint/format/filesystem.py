@@ -40,7 +40,9 @@ class Files:
         return os.open(path, flags, 0o644)
 
     def write(self, file: int, data: memoryview) -> None:
-        """Appends all of ``data`` to an open file. With O_DIRECT, ``data`` must be whole pages at a page boundary."""
+        """Appends all of ``data`` to an open file. With O_DIRECT, ``data`` must begin at a page boundary of memory, and
+        be whole pages.
+        """
         while data:
             try:
                 written = os.write(file, data)
@@ -70,7 +72,9 @@ class Files:
             os.close(file)
 
     def rename(self, path: Path, target: Path) -> None:
-        """Renames a file or folder within a file system; replaces an existing file, but not an existing folder."""
+        """Renames a file or folder within a file system. Replaces an existing file; raises OSError if ``target`` is a
+        folder that is not empty.
+        """
         os.rename(path, target)
 
     def unlink(self, path: Path, parent: int | None = None) -> None:
@@ -145,7 +149,8 @@ class Files:
         return True
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """Reads an open file into ``target``, with O_DIRECT, from byte ``offset``; returns the number of bytes read.
+        """Reads an open file into ``target`` from byte ``offset``; returns the number of bytes read. Opens the file
+        again with O_DIRECT, if the file system allows it.
 
         A short read means the end of the file. ``target`` must begin at a page boundary; its length and ``offset`` must
         be multiples of the page size.
@@ -268,7 +273,7 @@ def opened(files: Files, root: Path, name: str) -> Iterator[int]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Opens a context that adds ``path`` to an OSError that is raised inside without a file name."""
+    """Opens a context that adds ``path`` to an OSError from its block, if the error has no file name."""
     try:
         yield
     except OSError as error:

@@ -172,8 +172,8 @@ def dumped(fields: Mapping[str, Any]) -> bytes:
 
 
 def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
-    """Returns a stored piece as a JSON dict. ``file``: the file's index in a manifest, or its name in a
-    rank's report of a save.
+    """Returns a stored piece as a JSON dict. ``file``: the file's index, for a manifest; or its name, for a message to
+    rank 0, which makes the manifest.
     """
     part = stored.piece.part
     rows = None if part.dim is None else [part.dim, [list(row) for row in part.rows]]
@@ -214,7 +214,8 @@ def from_fields(fields: Fields) -> Manifest:
 
 
 def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) -> Manifest:
-    """Returns a manifest of ``tensors``, ``files`` (name -> bytes) and the other values in the JSON ``fields``.
+    """Returns a manifest with ``tensors`` and ``files`` (name -> size in bytes); its other values are read from the
+    JSON ``fields``.
 
     Raises:
         CheckpointError: a field is damaged, or the saved hash of names, shapes and dtypes does not match.
@@ -268,7 +269,7 @@ def _files(fields: Fields) -> dict[str, int]:
 
 
 def check_file_name(name: Any, known: Container[str], what: str) -> None:
-    """Raises CheckpointError if ``name`` is not a checkpoint's file name, such as "optim/x.safetensors", or is in
+    """Raises CheckpointError if ``name`` is not of the form "model/NAME", "optim/NAME" or "state/NAME", or is in
     ``known`` already. ``what`` names the manifest in the error.
     """
     if not isinstance(name, str) or not _FILE.fullmatch(name) or name in known:

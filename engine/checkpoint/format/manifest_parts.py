@@ -105,8 +105,8 @@ def sharing(tensor: StoredTensor, want: Piece) -> Iterable[StoredPiece]:
 
 
 def fold(pieces: Iterable[StoredPiece], number: Mapping[str, int]) -> list[StoredRun]:
-    """Combines stored pieces of equal size into runs, if their file numbers are evenly spaced. ``number``: file name ->
-    number.
+    """Combines stored pieces of equal size into runs, if their file numbers are evenly spaced. Any other piece becomes
+    a run of one. ``number``: file name -> number.
     """
     groups: dict[tuple[str, Part], list[StoredPiece]] = {}
     for stored in pieces:
@@ -188,7 +188,7 @@ def _wholes(runs: Sequence[StoredRun]) -> list[StoredPiece] | None:
 def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes, dict[str, bytes]]:
     """Splits a manifest into several files: the text of ``manifest.json``, and the texts of index files by name.
 
-    ``slices``: file name -> position of the file's block hashes, which the index stores.
+    ``slices``: file name -> position of the file's block hashes; the index files store these positions.
 
     Raises:
         CheckpointError: a value cannot be expressed in JSON.

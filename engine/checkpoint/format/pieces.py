@@ -24,8 +24,8 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Part:
-    """Selection of rows along one dim of a tensor, such as a tensor-parallel shard. If ``dim`` is None, it is the full
-    tensor.
+    """Selection of index ranges (rows) along one dim of a tensor, such as a tensor-parallel shard. If ``dim`` is None,
+    it is the full tensor.
 
     If ``dim`` > 0, ``outer`` may restrict the first dim to a range, such as the experts of a rank.
     """
@@ -59,8 +59,8 @@ class Part:
 
     @property
     def is_inside(self) -> bool:
-        """True if the part's rows ascend and are inside the full tensor. Parts from files or other ranks need this
-        check.
+        """True if the part's ranges of rows ascend without overlap and are inside the full tensor. Parts from files or
+        other ranks need this check.
         """
         if self.dim is None:
             return not self.rows and self.outer is None
@@ -99,7 +99,7 @@ class Piece:
 
     @property
     def is_inside(self) -> bool:
-        """True if ``start:stop`` is within the part, and the part's rows ascend and are inside the full tensor."""
+        """True if ``start:stop`` is within the part, and the part is valid (:attr:`Part.is_inside`)."""
         return self.part.is_inside and 0 <= self.start <= self.stop <= self.part.elements
 
     def spans(self) -> Spans:
@@ -113,7 +113,7 @@ class Piece:
         return Spans(full + first - local, first - self.start, last - first)
 
     def within(self, part: Part) -> "Piece":
-        """Returns the elements of this piece that are also in ``part``, as a piece of ``part``.
+        """Returns the elements of this piece that are also in ``part``, as a piece with offsets in ``part``.
 
         ``part`` must be a subset of ``self.part``.
         """
@@ -166,8 +166,8 @@ def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: It
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
     """Returns True if every element of a tensor of ``shape`` is in exactly one of ``pieces``.
 
-    Also returns False if the pieces belong to parts (ranges of rows) that overlap, or that extend along different dims.
-    The cost does not depend on the tensor's size.
+    Also returns False if the pieces belong to different parts (selections of rows) that overlap, or that select along
+    different dims. The cost does not depend on the tensor's size.
     """
     ranges: dict[Part, list[tuple[int, int]]] = {}
     for piece in pieces:

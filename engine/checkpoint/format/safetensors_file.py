@@ -79,7 +79,7 @@ def code_of(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Contiguous elements of a tensor under a separate key of a file, such as one expert of a stacked weight."""
+    """Contiguous elements of a tensor, stored under their own key in a file, such as one expert of a stacked weight."""
 
     key: str
     shape: tuple[int, ...]
@@ -115,7 +115,7 @@ def lay_out(
     """Returns the layout of a safetensors file of ``tensors`` (dtype and shape by key), with ``metadata`` in its
     header.
 
-    ``parts``: tensor key -> entries in place of this tensor, such as one for each expert.
+    ``parts``: tensor key -> entries that replace the tensor's own one, such as one for each expert.
 
     Raises:
         CheckpointError: a tensor has the reserved name "__metadata__".

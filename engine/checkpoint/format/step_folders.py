@@ -85,12 +85,12 @@ def temporary(folder: Path, step: int, attempt: str) -> Path:
 
 
 def is_step(files: Files, path: Path) -> bool:
-    """Returns True if ``path`` is the folder of one checkpoint, and False for the folder of a run."""
+    """Returns True if ``path`` is one checkpoint's folder: it has a name such as "step-00000020", or a manifest."""
     return step_of(path.name) is not None or (files.is_folder(path) and NAME in files.names(path))
 
 
 def steps_of(files: Files, path: Path) -> list[Path]:
-    """Returns the folders of the checkpoints at ``path``, a checkpoint's folder or a run's; the newest is last."""
+    """Returns ``path`` itself if it is a checkpoint's folder, else the checkpoint folders in it; the newest is last."""
     return [path] if is_step(files, path) else committed(files, path)
 
 
@@ -128,8 +128,8 @@ def read_manifest(files: Files, step: Path) -> Manifest:
 def write_manifest(files: Files, step: Path, manifest: Manifest, slices: Mapping[str, HashSlice] | None = None) -> None:
     """Writes the files ``manifest.json`` and then ``COMMIT`` into the folder ``step``, each with fsync.
 
-    ``slices``: file name -> position of the file's block hashes. With it, a manifest of more than 16,384 pieces
-    is split into several files.
+    ``slices``: file name -> position of the file's block hashes in ``checksums.safetensors``. With it, a manifest of
+    more than 16,384 pieces is split into several files, which store the positions.
     """
     if slices is not None and sum(len(tensor.pieces) for tensor in manifest.tensors.values()) > WHOLE_PIECES:
         data, parts = to_parts(manifest, slices)
@@ -230,8 +230,8 @@ class FolderLocks:
         """Locks the existing folder ``folder`` until ``close``. A second call for the same folder does nothing, unless
         the folder was deleted and created again.
 
-        ``early``: True before the first save. A lock of another engine in this process is then no error, because that
-        engine may be about to close.
+        ``early``: True before the first save. If another engine in this process has the lock, the call then does
+        nothing, because that engine may be about to close.
 
         Raises:
             CheckpointError: another engine has the lock; the message names its process and machine.

@@ -72,7 +72,9 @@ class OpenCheckpoint(Protocol):
         """Reads each requested piece from the files into the request's memory."""
 
     def check_file(self, file: str) -> None:
-        """Reads the file ``file`` and checks the hash of every block. Does nothing if the checkpoint has no hashes."""
+        """Reads the file ``file`` and checks the hash of every block; raises CheckpointError for a damaged file. Does
+        nothing if the checkpoint has no hashes.
+        """
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
         """Returns all tensors in the file ``file`` of the checkpoint: key -> (dtype and shape, contents)."""
