@@ -35,7 +35,7 @@ def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[
 def parameterless_copy(child: nn.Module) -> nn.Module:
     """Returns a copy of ``child``; the copy has a nonlinear function in place of each dropout.
 
-    The outputs of the copy thus depend on the position of each dropout. ``child`` has no parameters.
+    The outputs of the copy thus depend on the position of each dropout.
     """
     if isinstance(child, _DropoutNd):
         return _Bent()
@@ -108,7 +108,7 @@ def agrees_in_use(module: nn.Module, forward: Function, operator: Function, widt
 def agrees(module: Function, operator: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> bool:
     """Returns True if ``module`` and ``operator`` have equal outputs and gradients for ``inputs``, up to a tolerance.
 
-    Gradients of ``parameters`` are compared too. An error or a dropout in one function counts as a difference. The
+    Gradients of ``parameters`` are compared too. An error or a dropout in either function counts as a difference. The
     user's random generators are restored.
     """
     with torch.random.fork_rng(devices=[]):

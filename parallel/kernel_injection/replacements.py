@@ -68,7 +68,7 @@ class NormModule(NamedTuple):
 def find_norm(module: nn.Module) -> NormModule | None:
     """Returns a description of the norm that ``module`` computes; None if no known norm fits.
 
-    It compares outputs and gradients of a copy with known norms.
+    A known norm fits if it has the same outputs and gradients as a copy of ``module``.
     """
     forward, sizes = own_forward(module), [tuple(p.shape) for p in module._parameters.values() if p is not None]
     small = 0 < len(sizes) <= 2 and len(set(sizes)) == 1 and len(sizes[0]) == 1 and sizes[0][0] > 1
@@ -206,7 +206,7 @@ class GatedModule(NamedTuple):
 def find_gated(module: nn.Module) -> GatedModule | None:
     """Returns a description of the gated MLP that ``module`` computes; None if it computes none.
 
-    It compares outputs and gradients of a small copy with known formulas.
+    A known formula must have the same outputs and gradients as a small copy of ``module``.
     """
     forward = own_forward(module)
     linear = {name: child for name, child in module.named_children() if is_linear(child)}
@@ -284,7 +284,7 @@ def find_activated(module: nn.Module) -> ActivatedLinear | None:
     """Returns the linear layer of ``module`` that feeds only an activation module, and this activation; None if there
     is none.
 
-    It compares outputs and gradients of small copies.
+    Small copies of ``module``, with the activation apart and inside the layer, must have equal outputs and gradients.
     """
     forward = own_forward(module)
     layers: dict[str, Any] = {name: child for name, child in module._modules.items() if is_linear_layer(child)}
@@ -340,9 +340,9 @@ def _kind(child: nn.Module) -> Activation | None:
 
 
 def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..., Any]:
-    """Returns a forward that computes a linear layer, sharded or not, and its activation.
+    """Returns a forward for the linear layer of ``found``: the forward of the layer's class, then the activation.
 
-    ``found``: description of both.
+    ``found``: description of the layer, sharded or not, and its activation.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -24,9 +24,10 @@ from engine.parallel.model.name_patterns import is_inside
 
 @dataclass(frozen=True)
 class Units:
-    """Units of a model: its blocks, and all other outermost modules with parameters. ``modules``: units by name.
+    """Units of a model: its blocks, and the outermost modules with parameters outside blocks.
 
-    A block is an element of a ModuleList or Sequential of modules of equal structure.
+    A block is an element of a ModuleList or Sequential that contains modules of equal structure. ``modules``: units by
+    name.
     """
 
     modules: Mapping[str, nn.Module]

@@ -135,7 +135,7 @@ class ForwardPatches:
         self._patches.append(Patch(module, layer, note, handle.remove))
 
     def own(self, module: nn.Module, layer: PatchLayer, undo: Callable[[], None], note: str) -> None:
-        """Records a change to ``module`` by the caller as a patch; removal calls ``undo``.
+        """Records, as a patch, a change that the caller makes to ``module``; removal of the patch calls ``undo``.
 
         ``layer``: position of the patch; ``note``: effect, for reports.
         """
@@ -176,7 +176,7 @@ class ForwardPatches:
 
 
 def through_class(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks ``forward`` as a module's forward that calls the forward of the module's class; returns ``forward``."""
+    """Marks ``forward``, assigned to a module, as one that calls the forward of the module's class; returns it."""
     vars(forward)[_THROUGH_CLASS] = True
     return forward
 

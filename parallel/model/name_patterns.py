@@ -28,7 +28,10 @@ def starred(name: str) -> str:
 
 
 def name_runs(names: Iterable[str]) -> str:
-    """Joins names that differ in a number into one line of text: ``embed, h.0 to h.11, norm``. Cuts a long list."""
+    """Joins names into a line of text; names that differ only in a number become a range: ``embed, h.0 to h.11, norm``.
+
+    Cuts a long list.
+    """
     runs: dict[str, list[str]] = {}
     for name in names:
         runs.setdefault(starred(name), []).append(name)

@@ -24,7 +24,8 @@ _PUT_ON = "_activate_lora"
 def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
     """Patches the modules by which PEFT adapts one parameter of a module, such as a stack of expert weights.
 
-    A call then leaves the parameters of the adapted module unchanged. Removal of ``patches`` undoes this.
+    After a forward, the adapted module has its original parameter objects, with unchanged version counters. Removal of
+    ``patches`` undoes this.
     """
     for module in model.modules():
         if _adapts(module):
@@ -42,7 +43,7 @@ def outermost_adapters(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def adapter_chain(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns (prefix, module) for ``module`` and each module that it wraps as an adapter, outermost first.
+    """Returns (prefix, module) for ``module``; if it is an adapter, also for its ``base_layer``, and so on inwards.
 
     A prefix is the path from ``module`` to the wrapped module, such as "base_layer.".
     """

@@ -31,8 +31,9 @@ class PlaceholderPool:
         self._made: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def give(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a new tensor object of ``shape`` and ``dtype``; tensors of equal shape and dtype share one element of
-        memory.
+        """Returns a placeholder of ``shape`` and ``dtype``, a new tensor object filled with NaN (integers: 0).
+
+        Placeholders of equal shape and dtype share one element of memory. In-place writes raise an error.
         """
         if (shape, dtype) not in self._made:
             with torch.inference_mode(False):  # the first caller may be in inference mode, later callers may not

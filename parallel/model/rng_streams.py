@@ -80,7 +80,10 @@ class StreamPosition(NamedTuple):
         return derive_seed(*self.key, *self.ended)
 
     def after(self, level: int) -> "StreamPosition":
-        """Returns the next position, after the end of one more module at nesting level ``level`` (0: outermost)."""
+        """Returns the position after the end of one more module at nesting level ``level`` (0: outermost).
+
+        The counts of deeper levels restart at 0.
+        """
         counts = (*self.ended, *(0 for _ in range(level + 1)))[: level + 1]
         return StreamPosition(self.key, (*counts[:-1], counts[-1] + 1))
 
@@ -303,7 +306,7 @@ class HostDraws:
         """Seeds Python's and NumPy's generators for a forward inside the context, if the model draws from them.
 
         ``step``: identifies the training step. ``training``: mode of the model. ``known``: True if the forward draws,
-        False if not, None if unknown: the first forward of a mode or step then detects draws.
+        False if not, None if unknown: the first forward in each mode and of each step is seeded, and watched for draws.
         """
         self.end_backward()
         self._drawn = self._drawn or known is True
@@ -372,7 +375,7 @@ class HostDraws:
 
 @contextmanager
 def highest_draws() -> Iterator[None]:
-    """Makes the next draws from Python's and NumPy's generators the highest possible numbers inside the context.
+    """Makes the first 256 uniform draws from each of Python's and NumPy's generators the highest possible numbers.
 
     Layer drop (``random() < p``) thus drops no layer. The end of the context restores both generators.
     """
@@ -385,7 +388,7 @@ def highest_draws() -> Iterator[None]:
 
 
 def host_extreme(highest: bool) -> HostState:
-    """Returns a state of Python's and NumPy's generators from which the next draws are extreme.
+    """Returns a state of Python's and NumPy's generators from which the next 256 uniform draws are extreme.
 
     They are the highest possible numbers, or the lowest if ``highest`` is False. Later draws are ordinary numbers.
     """

@@ -30,7 +30,8 @@ from engine.parallel.model.rng_streams import HostState
 def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restores ``model`` and the random generators at the end of the context.
 
-    This includes the generators of torch, Python and NumPy, all buffers and all attributes of modules.
+    This includes the generators of torch, Python and NumPy, all buffers and all attributes of modules, but no values or
+    gradients of parameters.
     """
     undo = [HostState.take().put, *(_undo_module(module) for module in model.modules())]
     undo += [_undo_buffer(buffer) for buffer in model.buffers() if not buffer.is_meta]

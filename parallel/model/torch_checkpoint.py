@@ -20,9 +20,10 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 class Regions(Protocol):
-    """Interface of a forward in progress. ``inside``: True in a module that the trace records as one call.
+    """Interface of a running forward, such as the forward of a pipeline stage.
 
-    ``regions``: options of the ``torch.utils.checkpoint`` calls in progress.
+    ``inside``: True in a module that the recorded forward contains as one call. ``regions``: options of the
+    ``torch.utils.checkpoint`` calls in progress.
     """
 
     inside: bool

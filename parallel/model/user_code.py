@@ -20,7 +20,7 @@ _REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
 def call_user_code(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Calls ``function`` and returns its result.
 
-    :func:`is_own_mistake` counts wrong arguments of ``function`` as an error of the user's model.
+    If ``args`` or ``kwargs`` do not fit, :func:`is_own_mistake` counts the error as one of the user's model.
     """
     return function(*args, **kwargs)
 

@@ -70,7 +70,7 @@ class RunningModules:
 class WholeSizes(_Before):
     """Mixin of sharded parameters that show full sizes to the user's code.
 
-    The engine, torch and running sharded modules see the sizes of the shard.
+    The engine and torch see the sizes of the shard, and so does all code while a sharded module runs.
     """
 
     __slots__ = ()
@@ -137,7 +137,9 @@ def answer_part(parameter: nn.Parameter) -> None:
 
 @contextmanager
 def sizes_of_parts(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Makes ``parameters`` show the sizes of their shards to all code inside the context."""
+    """Makes ``shape``, ``numel()`` and other sizes of ``parameters`` the sizes of their shards for all code inside the
+    context.
+    """
     running = {id(p._running_modules): p._running_modules for p in parameters if isinstance(p, WholeSizes)}
     with ExitStack() as stack:
         for modules in running.values():

@@ -43,7 +43,7 @@ ACTIVATIONS = frozenset({COLUMN_INPUTS, COLUMN_OUTPUTS, ROW_OUTPUTS, EMBEDDING})
 
 
 def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[], None] | None = None) -> Tensor:
-    """Returns ``x`` unchanged (Megatron-LM's f); backward all-reduces the gradient, label "column inputs".
+    """Returns ``x`` unchanged (Megatron-LM's f); backward all-reduces the gradient.
 
     ``owned``: True if the sum may overwrite the gradient of the result. ``passed``: function called after this sum,
     without arguments.

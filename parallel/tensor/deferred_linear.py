@@ -75,8 +75,8 @@ class LinearSpec(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Optional inputs of :func:`deferrable_linear`: a tensor to save in place of x, and a tensor with an autograd node
-    that runs after the product's backward.
+    """Optional inputs of :func:`deferrable_linear`, for a layer that restores x in backward or runs code after the
+    product's backward.
     """
 
     kept: Tensor | None = None
@@ -192,7 +192,7 @@ def fused_forward(module: nn.Module, x: Tensor, activation: Activation, kernels:
 
 
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
-    """Returns ``y``, the output of ``layer``, after the activation fused into ``layer``, if there is one."""
+    """Applies the activation fused into ``layer``, if there is one, to ``y``, the result of its matrix product."""
     kind: Activation | None = getattr(layer, "tensor_activation", None)
     return y if kind in (None, "none") else activate(y, None, kind, kernels)
 

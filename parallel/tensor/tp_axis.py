@@ -20,7 +20,7 @@ from engine.parallel.grid import Axis
 
 
 class Expected(NamedTuple):
-    """Report of a collective in a run without communication. ``backward``: True for backward."""
+    """Collective that a dry run skips, for the listener of a :class:`TensorAxis`. ``backward``: True in backward."""
 
     op: Op
     label: str
@@ -30,7 +30,7 @@ class Expected(NamedTuple):
 
 
 class ExpectedRows(NamedTuple):
-    """Report of an all-to-all of rows in a run without communication. ``backward``: True for backward."""
+    """All-to-all that a dry run skips, for the listener of a :class:`TensorAxis`. ``backward``: True in backward."""
 
     op: Op
     label: str
@@ -124,8 +124,8 @@ class TensorAxis:
     def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
         """Reports the collective ``op`` to ``listener``, only in a run without communication.
 
-        ``whole``: the full tensor. ``made``: None in forward; in backward, the forward result with the autograd node
-        that runs the collective.
+        ``whole``: a tensor of the full size, which gives the bytes. ``made``: for a collective of backward, the result
+        of the forward; its ``grad_fn`` runs the collective. None for a collective of forward.
         """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         if not self.dry or self.listener is None or isinstance(whole, FakeTensor):
@@ -219,10 +219,10 @@ class TensorAxis:
         return received
 
     def expect_rows(self, label: str, sent: tuple[int, ...], whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports an exchange to ``listener``, only in a run without communication.
+        """Reports an all-to-all exchange to ``listener``, only in a run without communication.
 
-        ``sent[r]``: bytes of ``whole`` that rank r sends. ``made``: in backward, the forward result with the autograd
-        node that runs the exchange; None in forward.
+        ``sent[r]``: bytes that rank r sends of the tensor ``whole``. ``made``: for an exchange of backward, the result
+        of the forward; its ``grad_fn`` runs the exchange. None for an exchange of forward.
         """
         if self.dry and self.listener is not None and not isinstance(whole, FakeTensor):
             node = None if made is None else made.grad_fn

@@ -110,9 +110,7 @@ class ScheduleDecision:
         return self.ranking[0]
 
     def lines(self) -> tuple[str, ...]:
-        """Formats the simulated schedule kinds, ``ranking``, as lines of text: the choice, the fastest, and the
-        rejected with reasons.
-        """
+        """Formats ``ranking`` as lines of text: the choice, the fastest that fit, and the rejected kinds by reason."""
         fit = [tried for tried in self.ranking if not tried.refused]
         lines = [
             f"auto: {self.chosen.name}, best of {len(fit)} within {self.limit_bytes / 2**20:.1f} MiB of activations"
@@ -132,7 +130,7 @@ class ScheduleDecision:
 def choose(
     cuts: Mapping[int, Sequence[MicrobatchCost] | str], machine: Machine, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleDecision:
-    """Simulates all ``kinds`` of schedule and chooses the fastest within the memory limit, without communication.
+    """Simulates all ``kinds`` of schedule and chooses the fastest within the memory limit; communicates nothing.
 
     Among schedules at most 1 % slower than the fastest it prefers fewer stages, then the simpler kind. Returns the
     schedule with the figures of all kinds.

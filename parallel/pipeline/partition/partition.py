@@ -76,12 +76,13 @@ def make_cut(
     """Cuts a traced forward into ``stages`` stages of even cost, or before the module calls in ``split``.
 
     Args:
-        split: "name" or "name:number of earlier calls" of each module call; None: stages of even cost.
+        split: first call of each stage but stage 0: "name" for a module's first call, or "name:n" for call n, counted
+            from 0; None: stages of even cost.
         costs: cost of each module call; default: FLOPs.
 
     Raises:
-        PlanError: there are too few calls of blocks; ``split`` has unknown or unordered calls, or a wrong number of
-            calls; or a tensor cannot be sent between stages.
+        PlanError: the forward calls fewer blocks (elements of ModuleLists and Sequentials) than ``stages``; ``split``
+            has unknown or unordered calls, or a wrong number of calls; or a tensor cannot be sent between stages.
     """
     if split is not None:
         return _cut_at(trace, _read_split(trace, stages, split))
@@ -94,10 +95,10 @@ def make_cut(
 def repartition(
     trace: ModelTrace, boundaries: Sequence[tuple[str, int]], held: Sequence[Collection[str]] = ()
 ) -> Partition:
-    """Cuts a trace for inputs of other shapes at the same module calls as an earlier partition of the model.
+    """Cuts ``trace`` before the module calls at which stages begin in an earlier partition of the model.
 
     Args:
-        trace: forward recorded with the other shapes.
+        trace: forward recorded with inputs of other shapes.
         boundaries: ``Partition.boundaries`` of the earlier partition.
         held: names of the parameters stored on each stage; empty: no restriction.
 

@@ -25,7 +25,10 @@ from engine.parallel.pipeline.schedule.simulate import Cost, Span, StepTimeline,
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of one step of a schedule. A slice is one rank's share of an evenly divided model."""
+    """Figures of one step of a schedule.
+
+    A slice, the unit of memory, is the activations of one microbatch in one rank's share of an evenly divided model.
+    """
 
     stages: int
     bubble: float
@@ -41,7 +44,7 @@ class Summary:
 
     @property
     def peak(self) -> Fraction:
-        """Peak of live activations on the fullest rank, in slices."""
+        """Peak of activations on the fullest rank, in units of one microbatch's activations in a rank's share."""
         return max(self.peak_slices)
 
 

@@ -89,9 +89,9 @@ class StageRunner(Protocol):
         """Computes the deferred weight gradients of ``stage`` and ``microbatch``."""
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context that computes deferred weight gradients of ``stage`` and ``microbatch`` during collectives.
+        """Returns a context that computes weight gradients of ``stage`` and ``microbatch`` in waits for collectives.
 
-        :meth:`weights` computes the remaining ones.
+        :meth:`weights` computes the weight gradients that are still deferred.
         """
 
 
@@ -110,10 +110,10 @@ class Executor:
     F is a forward, B a whole backward, I the input gradient and W the weight gradients of a split backward. The
     executor stores a microbatch of a stage in these states:
 
-    state     from .. to                          content
-    posted    receives posted .. F, B or I        buffers of the receives
-    live      F .. B or I                         leaves, autograd edges of sent values, loss
-    split     I .. W                              deferred weight gradients
+    state     begins with         ends with    content
+    posted    post of receives    F, B or I    buffers of the receives
+    live      F                   B or I       leaves, autograd edges of sent values, loss
+    split     I                   W            deferred weight gradients
     """
 
     def __init__(self, transport: Transport, recorder: FlightRecorder | None = None) -> None:

@@ -68,7 +68,7 @@ class DeferredWeightGrads:
     def leave(self, name: str, compute: partial[Tensor], main: MainGradient | None = None) -> None:
         """Defers ``compute``, a callback that returns the weight gradient of the parameter ``name``.
 
-        ``main``: gradient buffer of the parameter, to which :meth:`compute` may add the result in place.
+        ``main``: gradient buffer of the parameter, to which the queue may add the callback's result in place.
         """
         self._work.append(_Deferred(name, compute, _version(compute), main))
 
@@ -147,7 +147,7 @@ class SplitBackward:
 
     @property
     def open(self) -> DeferredWeightGrads | None:
-        """Queue of the running backward for deferred weight gradients; None if backward defers nothing."""
+        """Queue to which the running backward defers weight gradients (see :meth:`leaving`); None: it defers none."""
         return self._open
 
 

@@ -46,8 +46,8 @@ _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 class GlueForward(StageForward, TorchFunctionMode):
     """Forward of one stage: it runs the stage's module calls and operations between calls.
 
-    Calls and operations of other stages return received tensors, and NaN for tensors not received. The run is compared
-    with the recorded forward.
+    Calls and operations of other stages return received tensors, and NaN for tensors not received. A difference from
+    the recorded forward raises EngineError.
     """
 
     def _prepare(self) -> None:

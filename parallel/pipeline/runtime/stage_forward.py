@@ -145,7 +145,7 @@ class StageForward:
         raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
 
     def stop_after(self, event: int | None) -> None:
-        """Raises StopForward if this stage needs no later event of the recorded forward.
+        """Raises StopForward if this stage needs no event of the recorded forward from ``event`` on.
 
         ``event``: number of the next call or operation; None at the end.
         """
@@ -157,7 +157,7 @@ class StageForward:
         received.
 
         ``output``: structure of the result. ``writes``: (position in ``arguments``, value number) of tensors written in
-        place.
+        place; the method copies received values into them.
         """
         for position, number in writes:
             if number in self._received:
@@ -166,10 +166,10 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
-        """Stores the tensors to send, taken from ``out``, a result of a call or operation; returns ``out``.
+        """Stores the tensors to send, from ``out`` and ``arguments``, the result and arguments of a call or operation.
 
         ``output``: structure of ``out``. ``writes``: (position in ``arguments``, value number) of tensors written in
-        place. In the returned ``out``, each sent tensor that has a hook is replaced by a view.
+        place. Returns ``out``, with a view in place of each sent tensor that has a hook.
         """
         leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):

@@ -55,8 +55,8 @@ class Transport(Protocol):
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
         """Starts to receive ``message``; returns a function that waits and returns the tensor.
 
-        ``exact``: equal to the sender's; False allows fewer bits. Receives between two stages are posted in the order
-        of the sends.
+        ``exact``: equal to the sender's; False allows fewer bits. Call it, for each flow between two stages, in the
+        order of the sends.
         """
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
@@ -216,7 +216,7 @@ class CommTransport:
         self._buffers.give(tensor)
 
     def finish(self) -> None:
-        """Waits until all sends have completed. Later messages do not reuse receive buffers that are still in use."""
+        """Waits until all sends have completed. Later messages never reuse the memory of tensors not yet recycled."""
         for sent in (*chain.from_iterable(self._near.values()), *self._far.values()):
             sent.pending.wait()
         self._near.clear()

@@ -158,7 +158,7 @@ class Schedule:
         return Action(Op.BACKWARD_INPUT if split else Op.BACKWARD, stage, microbatch)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Returns the actions, on any rank, that must end before ``action``."""
+        """Returns the direct dependencies of ``action``: the actions, on any rank, with results that it uses."""
         stage, microbatch = action.stage, action.microbatch
         if action.op is Op.FORWARD:
             return (Action(Op.FORWARD, stage - 1, microbatch),) if stage else ()

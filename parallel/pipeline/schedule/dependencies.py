@@ -73,10 +73,10 @@ class DependencyGraph:
         ]
 
     def with_rendezvous(self, receives_ahead: int) -> Columns:
-        """Returns the dependencies between actions as columns, for sends that block until their receives are posted.
+        """Returns the dependencies between actions as three columns: two of data, and one of sends that block.
 
-        Entry i of a column is the number of an action that must precede action i, or -1. ``receives_ahead``: number of
-        following actions for which a rank posts receives.
+        Such sends wait until their receives are posted. Entry i of a column is the number of an action that must
+        precede action i, or -1. ``receives_ahead``: number of next actions for which a rank posts receives in advance.
         """
         column = [-1] * len(self.actions)
         for source, taker in self.sends():

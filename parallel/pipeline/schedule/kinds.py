@@ -37,8 +37,8 @@ from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """Makes the V form of DualPipe (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1) for m >= 2p microbatches on p ranks.
 
-    Rank r has the stages r and 2p-1-r. The bubble is (p-1)/(6m+p-1). A rank has at most 2p + 1 live activations of a
-    stage.
+    Rank r has the stages r and 2p-1-r. The bubble is (p-1)/(6m+p-1). A rank has at most 2p + 1 live activations, one
+    per stage and microbatch.
     """
     rows = tuple(tuple(_Row(ranks, rank).fill(microbatches)) for rank in range(ranks))
     return Schedule("dualpipe-v", 2 * ranks, microbatches, rows, v_shape(ranks))
@@ -248,8 +248,8 @@ def make_schedule(
 ) -> Schedule:
     """Makes a training schedule of ``kind``, with ``virtual_stages`` stages on each of ``ranks`` ranks.
 
-    Kinds with two stages on each rank also accept ``virtual_stages`` = 1. ``cost``: times of the stages, which affect
-    the order of actions in zb-h1 and zb-v.
+    For kinds with exactly two stages on each rank, ``virtual_stages`` = 1 means 2. ``cost``: times of the stages, which
+    affect the order of actions in zb-h1 and zb-v.
 
     Raises:
         ScheduleError: the kind is unknown, or does not allow these numbers of ranks, microbatches and stages.

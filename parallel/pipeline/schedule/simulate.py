@@ -161,11 +161,11 @@ Releases = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:
-    """Returns, for each action of each rank, the rank's earlier actions with sends that must complete before it.
+    """Finds the sends to neighbouring stages that must complete before each action of the sending rank.
 
-    Each is given by its position among the rank's actions. Only sends to a neighbouring stage are listed. The waits
-    delay no rank at the default :class:`Cost`, and cannot deadlock at any cost. ``receives_ahead``: number of following
-    actions for which a rank posts receives.
+    Returns, for each rank and action, the positions of the sending actions among the rank's actions. The waits delay no
+    rank at the default :class:`Cost`, and cannot deadlock at any cost. ``receives_ahead``: number of next actions for
+    which a rank posts receives in advance.
 
     Raises:
         ScheduleError: the schedule is incomplete or stuck.

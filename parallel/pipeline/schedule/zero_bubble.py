@@ -146,7 +146,7 @@ def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | N
     """Makes ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism), interleaved for several stages per rank.
 
     With m >= p microbatches on p ranks of v stages, the bubble is (p-1)/(3vm+p-1). A rank has at most pv live
-    activations of a stage.
+    activations, one per stage and microbatch.
 
     With ``cost``, simulation selects the order with the shortest step, possibly with more live activations.
     """
@@ -169,8 +169,8 @@ def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | N
 def zb_v(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedule:
     """Makes ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r of p.
 
-    With m >= p microbatches, the bubble is (p-1)/(6m+p-1). Every rank has at most 2p live activations of a stage. A
-    simulation with the times ``cost`` selects the shortest order; None: F, I and W take 1 each.
+    With m >= p microbatches, the bubble is (p-1)/(6m+p-1). Every rank has at most 2p live activations, one per stage
+    and microbatch. A simulation with the times ``cost`` selects the shortest order; None: F, I and W take 1 each.
     """
     most = 2 * ranks
     ahead = (most,) * ranks

@@ -77,10 +77,10 @@ class NeededRows:
         self._seen: dict[tuple[str, int], Needed] = {}
 
     def of_ranks(self, row: str, inputs: Sequence[SharedInput], tp: int) -> Needed:
-        """Finds the weight rows that each of ``tp`` ranks needs for its slices of ``inputs``, by backward runs.
+        """Finds the part of each weight that each of ``tp`` ranks needs for its slices of ``inputs``, by backward runs.
 
-        Returns bool masks by weight name, indexed [rank][dim]: True for each needed index of the dim. ``row``: cache
-        key, a different one for other ``inputs``.
+        Returns bool masks by weight name, [rank][dim]: True for each needed index of this dim of the weight. ``row``:
+        name that identifies ``inputs`` in the cache.
         """
         if (row, tp) not in self._seen:
             more = next((size for known, size in self._seen if known == row and size % tp == 0), None)
@@ -204,7 +204,9 @@ class CoupledParameters:
 
 
 class GradientSparsity:
-    """Search for the parameters of ``block`` to shard together: zeros in gradients show rows that a rank does not need.
+    """Search for the groups of parameters of ``block`` to shard together.
+
+    In backward from one rank's slice of an activation, rows with nonzero gradients are the rows that the rank needs.
 
     ``block``: copy of a model's block in eval mode, with random weights; ``given``: its arguments; ``others``: names of
     parameters to leave out; ``used``: indices of the output leaves that the model reads, None for all; ``seed``: seed
@@ -233,7 +235,7 @@ class GradientSparsity:
 
     @property
     def products(self) -> list[MatmulRecord]:
-        """Matrix products of activations with parameters in a run of ``block``, recorded again after :meth:`forget`."""
+        """Matrix products of activations with parameters in a run of ``block``, cached until :meth:`forget`."""
         if self._products is None:
             self._products = self._run(())
         return self._products

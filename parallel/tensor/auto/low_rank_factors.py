@@ -97,7 +97,7 @@ class Factors:
         """Returns the weight expanded to ``sizes``, as ``Tensor.expand``.
 
         Raises:
-            NoRuleError: a dim of a factor would be expanded.
+            NoRuleError: a factor has an expanded dim; only dims in neither factor can be expanded.
         """
         new = len(sizes) - len(self.kinds)
         twin, made = self.twin.expand(tuple(sizes)), self
@@ -181,10 +181,10 @@ class Factors:
     # ---- products
 
     def between(self, summed: int, kept: int) -> list[Term]:
-        """Returns the factors of each low-rank term as matrices (inner [.., I, Z], outer [.., O, Z]).
+        """Returns the factors of each low-rank term as matrices (inner [.., I, Z], outer [.., O, Z]) for a product.
 
-        I is the size of ``summed``, the dim that a product sums over, O the size of dim ``kept``, Z the number of
-        columns.
+        The product sums over dim ``summed`` of the weight, of size I. ``kept``: the other dim, of size O. Z: rank of
+        the term.
 
         Raises:
             NoRuleError: both dims are in one factor, or one dim is in both factors.

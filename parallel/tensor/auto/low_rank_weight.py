@@ -51,8 +51,8 @@ class WholeWeightError(Exception):
 class Parts:
     """Factors of a low-rank parameter A B' + P v' + u Q', in which ' is the transpose.
 
-    P and Q are zeros, the only autograd leaves. A factor has the dims of the parameter, then one dim for its columns.
-    Dims that belong to the other factor have size one.
+    A, B, u and v are random; P and Q are zeros, the only autograd leaves. A factor has the dims of the parameter, of
+    size one for dims that only the other factor has, then one dim for its columns.
     """
 
     random: tuple[Tensor, Tensor]
@@ -160,7 +160,7 @@ class LowRankWeight(Tensor):
         return f"LowRankWeight({self.weight}, shape={tuple(self.factors.twin.shape)})"
 
     def view_of(self, factors: Factors) -> "LowRankWeight":
-        """Returns a view of this parameter with the factors ``factors``."""
+        """Wraps ``factors``, computed from the factors of this parameter, as a weight with the parameter's name."""
         return LowRankWeight(factors, self.weight, self.refused)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "LowRankWeight":
@@ -174,7 +174,8 @@ def low_rank_parameter(
 ) -> LowRankWeight:
     """Returns a random low-rank parameter of ``shape`` [.., O, I], with entries of about 1 / sqrt(I).
 
-    ``weight``: the parameter's name; ``refused``: set that collects the names of parameters that code reads in full.
+    ``weight``: the parameter's name, added to the set ``refused`` if code reads the parameter below torch functions or
+    without a graph.
     """
     *experts, outputs, inputs = shape
     ones = (1,) * len(experts)

@@ -79,7 +79,8 @@ _NORMS = frozenset((functional.layer_norm, functional.rms_norm, torch.layer_norm
 class MatmulTrace(TorchFunctionMode):
     """Torch function mode that records the products of activations with parameters of ``block`` in its list ``seen``.
 
-    ``cut_off``: names of parameters; products with them are detached from the graph. ReLU computes leaky ReLU.
+    ``cut_off``: names of parameters; products with them are detached from the graph. Each ReLU inside the mode computes
+    leaky ReLU.
     """
 
     def __init__(self, block: nn.Module, cut_off: Collection[str] = ()) -> None:

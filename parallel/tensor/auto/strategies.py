@@ -26,10 +26,11 @@ from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 
 class ShardingStrategy(NamedTuple):
-    """Sharding strategy of one parameter group. ``how``: "local" (plain shards), "local+" (divided attributes too),
-    "view" (DTensors) or "replicate".
+    """Sharding strategy of one parameter group.
 
-    ``styles``: style, such as "column" or "partial", of each module or parameter, by name in the block.
+    ``how``: "local" (code computes with plain shards), "local+" (also divides integer attributes by the number of
+    ranks), "view" (code reads DTensors) or "replicate". ``styles``: style, such as "column" or "partial", of each
+    module or parameter, by name in the block.
     """
 
     how: str
@@ -131,7 +132,7 @@ class Number(NamedTuple):
 def divisible_attributes(block: nn.Module, group: CoupledParameters, tp: int) -> list[Number]:
     """Returns the integer attributes that may have to be divided by ``tp`` when ``group`` is sharded.
 
-    Each value divides ``tp``, or is divisible by ``tp``. Attributes that a module's methods read come first.
+    Their values are multiples of ``tp``, or divisors of it above 1. Attributes that a module's methods read come first.
     """
     paths: dict[str, None] = {}
     for name in group.cuts:

@@ -82,10 +82,10 @@ class GlobalTensorContext:
         self._entered.clear()
 
     def entered(self, key: Hashable, given: Tensor, enter: Callable[[Callable[[], None]], Tensor]) -> Tensor:
-        """Returns a copy of the plain tensor ``given`` for use with global tensors, cached under ``key``.
+        """Returns a copy of the plain tensor ``given``, with its own backward, for operations with global tensors.
 
-        ``key`` must contain the id of ``given``. ``enter(passed)`` makes the copy; the copy's backward must call
-        ``passed``, which drops the cached copy.
+        The copy is cached under ``key``, which must contain the id of ``given``. ``enter`` makes the copy. Its
+        argument, a function that drops the cached copy, must be called in the copy's backward.
         """
         hit = self._entered.get(key)
         if hit is not None and hit[0] is given:
@@ -115,7 +115,7 @@ class GlobalTensorContext:
         return found  # type: ignore[no-any-return]
 
     def current(self, sets: Sets) -> Sets:
-        """Returns a tensor's sharding in the running forward, given its sharding ``sets`` in the recorded forward.
+        """Returns the sharding in the running forward of a tensor that had the sharding ``sets`` in an earlier forward.
 
         This class returns ``sets``; a subclass may return another sharding.
         """

@@ -214,7 +214,8 @@ def has_views(args: Any, kwargs: Any) -> bool:
 def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["GlobalTensorContext", Any, Any]:
     """Prepares a call that mixes global tensors over the axes "tp" and "cp": wraps each "tp" tensor in a "cp" tensor.
 
-    Returns (context over "cp", arguments, keyword arguments). Without a tensor over "cp" nothing changes.
+    The wrapper is unsharded over "cp". Returns (context of the "cp" tensors, arguments, keyword arguments). Without a
+    "cp" tensor nothing changes.
     """
     outer = next((x.views for x in global_tensors_in(args, kwargs) if x.views.axis.name == "cp"), None)
     if outer is None:

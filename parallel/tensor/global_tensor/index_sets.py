@@ -138,7 +138,10 @@ class Index:
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
-        """Returns the sharding given by ``ranges`` of rows, each with its ranks; None if every rank stores all rows."""
+        """Returns the sharding given by ``ranges`` of rows; None if every rank stores all rows.
+
+        Each rank in a range's ``holders`` stores the whole range. ``ranks``: number of ranks.
+        """
         held = [[np.arange(r.start, r.stop) for r in ranges if rank in r.holders] for rank in range(ranks)]
         size = max(r.stop for r in ranges)
         return index_of([np.sort(np.concatenate(pieces or [np.arange(0)])) for pieces in held], size)
@@ -217,9 +220,9 @@ def _meet(masks: Iterable[int]) -> int:
 
 
 def positions(have: Index | None, want: Index | None, rank: int) -> Runs | None:
-    """Returns the positions of a rank's indices under ``want`` in its shard under ``have``, as runs [m, 2].
+    """Returns positions in a rank's shard, as runs [m, 2]: the elements to take for another sharding of the dim.
 
-    Returns None if ``have`` and ``want`` are equal. A sharding None means unsharded.
+    ``have``: sharding of the shard; ``want``: other sharding; None means unsharded. Returns None if they are equal.
 
     Raises:
         NoRuleError: some index of ``want`` is not on the rank.

@@ -36,10 +36,10 @@ class Layout(NamedTuple):
 
 
 def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
-    """Returns the layout of the broadcast of operands with ``layouts``: a rank has the indices that it has in all
-    operands.
+    """Returns the layout of the broadcast of operands with ``layouts``; a rank has the indices that it stores of every
+    operand.
 
-    The last ``tail`` dims are left out of the broadcast and get size 1.
+    The last ``tail`` dims take no part in the broadcast; the layout has size 1 in their place.
 
     Raises:
         NoRuleError: some element would be on no rank.
@@ -110,7 +110,9 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
 
 
 def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the smallest pairs (dims of ``old``, dims of ``new``) that a reshape turns into each other.
+    """Yields the smallest parts of a reshape, as pairs (dim numbers in ``old``, dim numbers in ``new``).
+
+    Both sides of a pair have equally many elements.
 
     Raises:
         NoRuleError: the shapes have different numbers of elements.
@@ -193,7 +195,8 @@ def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
     """Restricts the sharding ``index`` of a dim to the indices ``taken`` of a slice; returns (old, new).
 
-    ``old`` numbers the indices as in the full dim, ``new`` as in the slice; ``new`` is None if every rank stores all.
+    Indices are positions in the full dim in ``old``, in the slice in ``new``. ``new`` is None if every rank stores the
+    whole slice.
     """
     asked = runs_from(taken)
     held = [meet(own, asked) for own in index.runs]

@@ -49,7 +49,7 @@ def broadcast_operands(context: "GlobalTensorContext", tensors: Sequence[Tensor]
     The last ``tail`` dims are left out of the broadcast.
 
     Raises:
-        NoRuleError: some element would be on no rank.
+        NoRuleError: for some element of the result, no rank stores the elements of all operands.
     """
     layouts = tuple(map(layout_of, tensors))
     return context.find(("join", tail, layouts), lambda: _join(layouts, tail))
@@ -67,9 +67,9 @@ def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
 
 
 def part(context: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
-    """Returns this rank's shard of ``tensor``, as operand of an operation with a result sharded as ``sets``.
+    """Returns this rank's shard of ``tensor`` for an operation with a result sharded as ``sets``.
 
-    Dims are aligned from the last, as in a broadcast.
+    Each dim is sharded as the result's dim, aligned from the last as in a broadcast; dims of size 1 stay full.
     """
     return fit(context, tensor, _wanted(tensor.shape, sets, 0))
 
@@ -88,8 +88,8 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
     """Returns this rank's shard of the plain tensor ``plain``, with dim i sharded as ``wanted[i]``.
 
-    Partial gradients of ``plain`` are summed over the ranks: at the end of the step for parameters that pass
-    ``context.sums_once``, otherwise in backward.
+    Partial gradients of ``plain`` are summed over the ranks: at the end of the step if ``plain`` is a parameter with
+    one sum per step (``context.sums_once``), otherwise in backward.
     """
     if plain.requires_grad and context.plain is PlainGradient.EQUAL:
         # the gradient is complete only after a sum or a gather: once a step, or here
@@ -108,7 +108,10 @@ def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) 
 
 
 def copied(context: "GlobalTensorContext", plain: Tensor) -> Tensor:
-    """Returns a cached copy of ``plain`` for use with shards. Backward all-reduces the gradient of ``plain``."""
+    """Returns a copy of ``plain`` for operations with shards; backward all-reduces its partial gradients.
+
+    All operations of a block's forward share one copy.
+    """
     return context.entered(id(plain), plain, lambda passed: copy_to(plain, context.axis, passed=passed))
 
 

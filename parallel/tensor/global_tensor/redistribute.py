@@ -141,7 +141,7 @@ def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
 
 
 def stream_dim(x: GlobalTensor) -> int | None:
-    """Returns the sharded dim of ``x`` if there is exactly one, in equal blocks in rank order; otherwise None."""
+    """Returns the only sharded dim of ``x``, if its shards are equal blocks in rank order; otherwise None."""
     cut = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[cut[0]] if len(cut) == 1 else None
     return cut[0] if index is not None and index.blocks else None
@@ -153,10 +153,11 @@ def add_rows(
     """Sums ``local``, the partial result of a product, over the ranks by an all-reduce to a plain tensor.
 
     With ``context.sequence``, a reduce-scatter of ``local`` [.., S, O] makes a global tensor sharded along S. The sum
-    may overwrite ``local``. ``folded``: sizes of the dims that were flattened into the first dim of ``local``, or None.
+    may overwrite ``local``. ``folded``: sizes of the dims (.., S) that were flattened into the first dim of ``local``,
+    or None; each rank then gets a shard of S for every batch entry.
 
     Raises:
-        SequenceError: the number of ranks does not divide the rows.
+        SequenceError: ``local`` has batch dims, and the number of ranks does not divide S.
     """
     # [B S, O] from flattened activations: shard S inside every batch entry, not B S as one dim, because the blocks
     # must be those of a [B, S, O] stream

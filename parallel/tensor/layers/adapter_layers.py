@@ -50,7 +50,10 @@ def join_adapter(around: nn.Module, layer: nn.Module, axis: TensorAxis, patches:
 
 
 class AdapterDropout(nn.Module):
-    """Mixin for an adapter's dropout in a tensor-parallel layer, with equal or different masks on the ranks."""
+    """Mixin for an adapter's dropout in a tensor-parallel layer.
+
+    ``tensor_stream`` selects equal or different masks on the ranks.
+    """
 
     tensor_region: Region
     tensor_stream: int | None

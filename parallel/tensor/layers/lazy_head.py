@@ -94,11 +94,11 @@ def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, pat
         - The head must be on the pipeline stage of the loss.
         - Lazy logits must be read before the weights are updated; a first read after that raises.
         - Backward hooks on the module miss the gradient of the weight; hooks on parameters get it.
-        - Outside training (no gradients, a dry axis, the meta device, a function mode, compilation) the head returns
-          computed logits.
+        - Outside training (no gradients, a dry run of the axis, the meta device, a function mode, compilation) the head
+          returns computed logits.
 
     Raises:
-        PlanError: the module computes more than a matrix product, or its forward has been replaced.
+        PlanError: the module computes more than ``nn.Linear``, such as an activation, or its forward has been replaced.
     """
     fused = vars(module).get("forward")
     product = fused is None or (isinstance(fused, FusedForward) and fused.activation == "none")

@@ -233,7 +233,7 @@ def prepare_row(module: nn.Module, region: Region) -> None:
 def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int) -> None:
     """Replaces the weight of ``module`` by the shard of rank ``index`` along ``dim``; for ``dim`` 0 also the bias.
 
-    ``ranges``: ranges of rows, each with its ranks.
+    ``ranges``: ranges of rows; each rank in a range's ``holders`` stores the whole range.
     """
     for name, parameter in module.named_parameters(recurse=False):
         if name == "weight" or dim == 0:
@@ -243,7 +243,7 @@ def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int
 def local_rows(full: Tensor, dim: int, ranges: tuple[Range, ...], index: int) -> Tensor:
     """Returns the rows of ``full`` along ``dim`` that rank ``index`` stores, as a contiguous copy.
 
-    ``ranges``: ranges of rows, each with its ranks.
+    ``ranges``: ranges of rows; each rank in a range's ``holders`` stores the whole range.
     """
     return torch.cat([full.narrow(dim, r.start, r.stop - r.start) for r in ranges if index in r.holders], dim)
 

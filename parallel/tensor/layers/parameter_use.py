@@ -152,8 +152,8 @@ class OutsideReads(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Watches the torch functions of this thread inside the context.
 
-        Adds to ``names`` the sharded parameters that code outside their module reads, and to ``plain`` the ids of
-        parameters in operations without a global tensor.
+        Adds to ``names`` the sharded parameters that code outside their module reads, and to ``plain`` the ``id`` of
+        each parameter that some operation reads without any global tensor as operand.
         """
         handles: list[RemovableHandle] = []
         for layer in self._layers:
@@ -183,7 +183,7 @@ class OutsideReads(TorchFunctionMode):
 
 
 class PlainReads(TorchFunctionMode):
-    """Recorder of the ``parameters`` that a forward uses in operations on plain (not global) tensors only.
+    """Recorder of the ``parameters`` that some operation of a forward reads without any global tensor as operand.
 
     ``names``: their names, in the order of first reads.
     """

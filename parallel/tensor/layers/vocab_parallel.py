@@ -87,7 +87,10 @@ class HeadLayer(nn.Module):
         return enter_region(*self.entrance(x_D))
 
     def tensor_leave(self, logits_W: Tensor) -> Tensor:
-        """Returns ``logits_W``, this rank's W columns, as sharded logits; in a dry run as a plain full tensor."""
+        """Returns ``logits_W``, this rank's W columns, as sharded logits.
+
+        A dry run returns a plain tensor of the full shape.
+        """
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
         if axis.dry:
@@ -95,7 +98,11 @@ class HeadLayer(nn.Module):
         return ShardedLogits.wrap(logits_W, vocabulary)
 
     def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
-        """Returns (plain tensor, settings): ``x_D`` or its sequence shard, and settings to gather it over "tp"."""
+        """Returns (plain tensor, settings) for a head with the input ``x_D``.
+
+        The tensor is this rank's shard if ``x_D`` is sharded along the sequence, and the settings then gather it over
+        "tp"; otherwise it is ``x_D`` in full.
+        """
         dim = None
         if type(x_D) is GlobalTensor:
             dim = stream_dim(x_D)

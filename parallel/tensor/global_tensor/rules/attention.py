@@ -182,9 +182,9 @@ def _with_weights(a: SimpleNamespace, tensors: tuple[Any, ...], dropout: float) 
 def rotary_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
     """Applies rotary embeddings to this rank's shards of ``q`` and ``k`` and returns both.
 
-    ``angles_and_form``: cos, sin, feature layout, kernels. The fused operator runs if ``q`` and ``k`` have the same
-    batch and position sharding and cos and sin are plain tensors without gradient; otherwise the reference
-    implementation runs.
+    ``angles_and_form``: cos, sin, feature layout, and the choice between Triton and PyTorch. The fused operator runs
+    if ``q`` and ``k`` have the same batch and position sharding and cos and sin are plain tensors without gradient;
+    otherwise the reference implementation runs.
     """
     cos, sin, form, kernels = angles_and_form
     length = 3 - form.heads_dim

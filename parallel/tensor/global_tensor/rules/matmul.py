@@ -181,8 +181,8 @@ def fused_linear(
 ) -> Any:
     """Runs the fused linear operator ``kernels.ops.linear.linear`` on this rank's shards of ``x`` and ``weight``.
 
-    ``rest``: bias, form (activation, memory order of the weight) and kernels. The activation is applied, and
-    ``residual`` added, after the sum over the ranks.
+    ``rest``: bias, form (activation, memory order of the weight), and the choice between Triton and PyTorch. The
+    activation is applied, and ``residual`` added, after the sum over the ranks.
     """
     bias, form, kernels = rest
     rows, plain = "abcdefgh"[: x.ndim - 1], form._replace(activation="none")
@@ -321,6 +321,7 @@ def added_rows(
 ) -> Any:
     """Returns the rows of the table ``weight`` [V, H] at the indices ``ids``, as :func:`embedding` does.
 
-    Backward may add the gradient in place to the table's gradient buffer. The row ``padding`` gets no gradient.
+    If ``kernels`` has a gradient buffer of the table, backward may add to it in place and return no gradient. The row
+    ``padding`` gets no gradient.
     """
     return embedding(context, lambda rows, table: look_up_rows(table, rows, padding, kernels), ids, weight)

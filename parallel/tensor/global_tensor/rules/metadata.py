@@ -18,7 +18,7 @@ def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs
 
 
 def blank(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``zeros_like``, ``new_zeros`` or a similar function with the full shape, dtype and device of ``input``.
+    """Runs ``zeros_like``, ``new_zeros`` or a similar function as on a plain tensor of the full shape of ``input``.
 
     Returns a plain tensor.
     """

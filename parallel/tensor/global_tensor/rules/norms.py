@@ -92,8 +92,8 @@ def _scaled(func: Function, x: GlobalTensor, normal: Any, weight: Tensor | None,
 def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine_and_form: Any) -> Any:
     """Runs the fused norm :func:`kernels.ops.norm.norm` over the last dim of this rank's shard of ``x``.
 
-    ``affine_and_form``: weight, bias, settings of the norm, kernels. If the last dim is sharded, the reference
-    implementation runs and sums the statistics over the ranks.
+    ``affine_and_form``: weight, bias, form (eps, centered, offset), and the choice between Triton and PyTorch. If the
+    last dim is sharded, the reference implementation runs and sums the statistics over the ranks.
     """
     weight, bias, form, kernels = affine_and_form
     sets = layout_of(x).sets[-1:]
@@ -108,8 +108,8 @@ def add_norm_rule(
 ) -> Any:
     """Runs the fused operator :func:`kernels.ops.norm.add_norm` on this rank's shards of ``x`` and ``residual``.
 
-    Returns (norm of ``x + residual``, ``x + residual``). ``affine_and_form``: (weight, bias), hyperparameters and
-    kernels.
+    Returns (norm of ``x + residual``, ``x + residual``). ``affine_and_form``: (weight, bias), form (eps, centered,
+    offset), and the choice between Triton and PyTorch.
     """
     (weight, bias), form, kernels = affine_and_form
     joined = broadcast_operands(context, (x, residual))

@@ -35,7 +35,7 @@ def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
 
 
 def along(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
-    """Runs a function along ``dim`` that preserves the shape, such as softmax or cumsum, on this rank's shard.
+    """Runs a shape-preserving function along ``dim``, such as softmax or cumsum, on this rank's shard.
 
     Raises:
         NoRuleError: ``dim`` is sharded; the caller then gathers ``input``.

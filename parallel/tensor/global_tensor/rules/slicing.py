@@ -164,7 +164,7 @@ def tensor_split(
     """Runs ``tensor_split`` of a global tensor into a number of slices, or at the given indices of the full dim.
 
     Raises:
-        NoRuleError: the borders are a tensor, or are not ascending.
+        NoRuleError: ``indices_or_sections`` is a tensor, or its indices are unsorted or outside the dim.
     """
     dim = positive_dim(dim, input.ndim)
     length = input.full[dim]
@@ -180,11 +180,12 @@ def tensor_split(
 
 
 def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
-    """Runs ``x[index]`` of a global tensor.
+    """Runs ``x[index]`` of a global tensor; a single index of a sharded dim makes a plain result.
+
+    ``index`` may have integers, slices, None, an ellipsis, and one tensor of positions along an unsharded dim.
 
     Raises:
-        NoRuleError: ``index`` has other entries than integers, slices, None, an ellipsis, and one tensor of positions
-            along an unsharded dim.
+        NoRuleError: ``index`` has other entries, or ``input`` is a plain tensor.
     """
     if type(input) is not GlobalTensor:
         raise NoRuleError("a global tensor cannot index a plain tensor on shards.")
