@@ -218,8 +218,8 @@ class Kernels:
     def for_products(self, x: Tensor) -> "Kernels":
         """Returns the kernel selection for a linear layer's matrix products on the device and in the dtype of ``x``.
 
-        It is ``REFERENCE`` (always PyTorch) if ``self`` selects Triton for these products at no width; otherwise
-        ``self``.
+        It is ``self`` if Triton is selected for these products at some output width, else ``REFERENCE``, which always
+        uses PyTorch.
         """
         if self.mode == "reference":
             return self

@@ -144,8 +144,8 @@ class ShardRow:
     def counted(self, holder: ShardHolder) -> bool:
         """Returns True if the rank ``holder`` counts its shard in global norms, such as the gradient norm.
 
-        Each element is counted on one of the pipeline and tensor ranks that store it; :meth:`copies` returns the parts
-        of this shard that another rank counts.
+        Each element is counted on one of the pipeline and tensor ranks that store it. If True, parts of this shard may
+        still be counted elsewhere: :meth:`copies` returns them.
         """
         return holder.pp == self.owners[0] and any(each.holders[0] == holder.tp for each in self.ranges)
 

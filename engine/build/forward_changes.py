@@ -109,8 +109,8 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
     """Fuses linear layers, unsharded or column-parallel, with the activations after them, as listed in ``changes``.
 
-    If the engine has main gradients (buffers that sum gradients), unsharded linear layers and embeddings also add their
-    weight gradients to these buffers in backward.
+    If the engine has main gradients (buffers that sum gradients), every unsharded linear layer and embedding with a
+    plain forward adds its weight gradient to them in backward. ``patches`` records each replaced forward.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)

@@ -223,10 +223,8 @@ def _generating(model: Any, accelerator: EngineAccelerator) -> Iterator[None]:
 
 
 def shard_fused_head(model: nn.Module) -> None:
-    """Makes a ``model`` with TRL's fused language-model head compute log-probabilities from logits that are sharded
-    over tensor ranks.
-
-    Does nothing if TRL has not fused the head.
+    """Replaces TRL's fused language-model head of ``model``, if it has one. The new head computes log-probabilities
+    from logits that are sharded over tensor ranks.
     """
     base: Any = model
     whole = base.get_base_model() if hasattr(base, "get_base_model") else base

@@ -208,7 +208,7 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: DecoderCache | None = None,
     ) -> Tensor:
-        """Returns the logits of the next token at each of L positions, [B, L, V], for B sequences and V tokens.
+        """Returns the logits of the next token, [B, L, V]: B sequences, L positions, a vocabulary of V tokens.
 
         Args:
             input_ids: token ids, int64 [B, L].

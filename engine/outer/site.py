@@ -181,12 +181,12 @@ class OuterLoop(StepPart):
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Counts ``totals.tokens``, the tokens of this step over all ranks, for the next push."""
+        """Adds the tokens of this step, ``totals.tokens``, to those that the site's next push to the stores reports."""
         self._tokens += totals.tokens
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Adds a training step to the site's count. If sites push weight differences, pushes the fragments that are
-        due, and applies newly merged weights.
+        """Counts a training step. If the sites exchange weight differences, then also pushes the groups of tensors that
+        are due, and applies newly merged weights.
 
         Adds values such as "outer/clock" to ``step.figures``. All ranks of the site call it.
 

@@ -127,9 +127,9 @@ class SearchedProgram:
         return whole, note if refused else ""
 
     def material_of_shorter(self, followed: "_Followed", tp: int) -> tuple[Material | None, str]:
-        """Returns (arguments of all module calls in a run with half the tokens of trace ``followed``, "").
+        """Runs the model on half the tokens of ``followed``, rounded to a multiple of ``tp``.
 
-        Returns (None, reason) if no such run is possible.
+        Returns (arguments of all module calls, ""), or (None, reason) if the model cannot run on fewer tokens.
         """
         lengths = [t.shape[1] for _, t in named_tensors(followed.example) if t.ndim >= 2 and not t.is_floating_point()]
         if not lengths:

@@ -136,9 +136,9 @@ class RouterReplay:
         self._waiting = []
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a function that opens a context for recomputing a block of the forward that runs now.
+        """Returns a function that opens a context in which blocks of the current forward can be recomputed later.
 
-        In the context, routers use this forward's ``routed_experts``, and nothing is recorded.
+        Routers then use ``routed_experts`` of the forward during which ``again`` was called, and nothing is recorded.
         """
         now = self._now
 

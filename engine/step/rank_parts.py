@@ -112,7 +112,7 @@ class BackgroundReads(StepPart):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Waits until the running read ends, raises its error, and opens a context for changes of weights."""
+        """Waits until the running background read ends, and raises its error. Weights may be changed in the context."""
         self.join()
         yield
 

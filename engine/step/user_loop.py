@@ -59,7 +59,7 @@ class LoopState(Enum):
 
 @dataclass(slots=True)
 class LoopControl:
-    """Settings of the user's loop, such as its update boundary. They may be set before the model is sharded."""
+    """Settings of the user's loop, which may be set before the model is sharded."""
 
     boundary: bool | None = None
     """True if the next ``step`` updates the weights; None: after ``gradient_accumulation_steps`` calls."""

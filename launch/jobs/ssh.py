@@ -199,7 +199,7 @@ class SshPlan:
 
 
 class Running:
-    """Set of all hosts on which torchrun runs now."""
+    """All hosts on which torchrun runs now."""
 
     def __init__(self, plan: SshPlan, screen: Screen) -> None:
         self._plan = plan
@@ -208,13 +208,13 @@ class Running:
         self.runs: dict[Host, HostRun] = {}
 
     def start(self, facts: HostReply, meeting: MeetingPlace) -> None:
-        """Starts torchrun on a host, at the rendezvous ``meeting``, and adds the host to the set."""
+        """Starts torchrun on the host that sent ``facts``, with the rendezvous ``meeting``."""
         self.runs[facts.host] = self._plan.start(facts, meeting, self._screen)
 
     def ended(self) -> list[tuple[HostRun, int]]:
         """Waits 0.1 s; returns (process, exit status) for each host that has ended since the previous call.
 
-        Ended hosts leave the set. If the last keep-alive is 5 s old, each host gets another.
+        Ended hosts are removed. If the last keep-alive is 5 s old, each host gets another.
         """
         time.sleep(0.1)
         if time.monotonic() > self._beaten + BEAT_SECONDS:

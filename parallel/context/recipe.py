@@ -368,10 +368,9 @@ def _ends(block: Tensor) -> Tensor:
 
 
 class HostTwins:
-    """Host copies of a forward's short integer device tensors. Code reads values from the copies without a wait.
+    """Host copies of a forward's small integer tensors, so that code reads their values without a device wait.
 
-    The first copies come from ``torch.arange`` and from a batch in host memory; the host repeats later operations on
-    them.
+    Results of ``torch.arange``, and a batch in host memory, are copied. Later operations run on the copies too.
     """
 
     def __init__(self) -> None:

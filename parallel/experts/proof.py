@@ -147,7 +147,9 @@ class Trial:
 
     @torch.no_grad()
     def is_sum_of(self, parts: Sequence[nn.Module]) -> bool:
-        """Returns True if the outputs of ``parts`` sum to the output of ``twin``, in evaluation and training mode."""
+        """Returns True if the outputs of ``parts`` on the random rows sum to the output of the whole module, in
+        evaluation and training mode.
+        """
         return self._adds_up(parts, False) and self._adds_up(parts, True)
 
     def _adds_up(self, parts: Sequence[nn.Module], training: bool) -> bool:

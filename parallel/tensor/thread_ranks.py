@@ -38,7 +38,7 @@ class CollectiveCall(NamedTuple):
 
 
 class SimulatedAxis(TensorAxis):
-    """Tensor axis of a simulated rank, which runs as a thread. ``called`` records its collectives."""
+    """Tensor-parallel communication of a simulated rank, which runs as a thread. ``called`` records its collectives."""
 
     def __init__(self, index: int, size: int, rounds: Rounds) -> None:
         self.index, self.size, self.dry, self.listener = index, size, False, None

@@ -149,7 +149,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Record of one call of a unit, which is a block, or an outermost module with parameters outside all blocks."""
+    """Record of one call of a unit. Units are the blocks, and the outermost of the other modules with parameters."""
 
     unit: str
     event: int

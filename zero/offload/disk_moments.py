@@ -246,7 +246,8 @@ class DiskMoments:
         once. Collective over the world.
 
         Args:
-            attempt: callback that updates all sets, with calls of ``allows``, ``begin`` and ``end`` for each.
+            attempt: callback that updates the optimizer tensors of every bucket. For each bucket it calls
+                :meth:`allows`, :meth:`begin`, and after the update :meth:`end`.
             put_back: callback that calls :meth:`put_back`, copies restored weights to the device, and restores step
                 counts.
 

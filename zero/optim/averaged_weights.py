@@ -64,7 +64,7 @@ class WeightAverage:
         return {parameter: {FAMILY: average} for parameter, average in self._values.items()}
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Allocates the averages that a checkpoint load fills, and returns them like ``tensors``. Discards earlier
+        """Allocates the averages that a checkpoint load fills. Returns parameter -> {"ema": average}. Discards earlier
         averages. ``stored``: entries of the checkpoint; a parameter NAME without the entry "ema/NAME" gets no average.
         """
         self.forget()

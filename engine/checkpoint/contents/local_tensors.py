@@ -99,7 +99,7 @@ class SaveOwnership:
 
     @cached_property
     def grid(self) -> Grid:
-        """Grid of all ranks, seen from rank 0."""
+        """Grid of all ranks, with the coordinates of rank 0 as its own."""
         return self.plan.grid(0)
 
     def stores(self, row: ShardRow, coord: Coord) -> bool:

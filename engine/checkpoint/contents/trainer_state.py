@@ -47,7 +47,7 @@ class Stateful(Protocol):
 class TrainerState:
     """Counters, registered objects and random generators of a run.
 
-    A load restores them before the model, because sharding the model may need the sampler's first batch.
+    A load restores them before the model, since a model that is sharded at its first batch needs the restored sampler.
     """
 
     update: Update

@@ -42,12 +42,12 @@ def read_secret(file: str | None, variable: str, key: str) -> str:
 
 
 def open_link(outer: OuterConfig, fragments: Sequence[Fragment]) -> StoreLink:
-    """Returns this rank's connection to the configured stores, without sending anything.
+    """Returns this rank's connection to the stores of ``outer``, which merge weights of sites. Sends nothing.
 
     With rule "hogwild", returns an object that updates weights in shared memory of this host.
 
     Args:
-        fragments: groups of tensors that are merged together, as ``divide`` returns them.
+        fragments: groups of tensors, as ``divide`` returns them; the tensors of a group are pushed at the same step.
     """
     if outer.rule == "hogwild":
         from engine.outer.store.shared_weights import SharedWeights

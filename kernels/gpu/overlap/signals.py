@@ -30,10 +30,11 @@ def signal(place, epoch):
 
 @triton.jit
 def arrived(place, ended, epoch, last, patience):
-    """Waits until the call number (int32) at ``place`` is ``epoch`` or more; returns True if it is not above ``last``.
+    """Polls the int32 at ``place``, the number of the other rank's call, until it reaches ``epoch``. Returns True if it
+    is then at most ``last``.
 
-    It returns False if the number is above ``last``, if ``patience`` polls have not found it, or if the flag at
-    ``ended`` says that the other rank has ended.
+    Returns False if it is above ``last``, stays below ``epoch`` for ``patience`` polls, or the other rank has set its
+    flag at ``ended``.
     """
     value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
     looks = 0

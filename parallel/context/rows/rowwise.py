@@ -145,7 +145,7 @@ def running_rowwise(model: nn.Module, found: Iterable[RowwiseModule]) -> Iterato
 
 
 class LocalCall(NamedTuple):
-    """Call of a module with this rank's positions of its arguments."""
+    """Recorded call of a module, with only the sequence positions of its arguments that are on this rank."""
 
     form: ProvenForm
     context: GlobalTensorContext

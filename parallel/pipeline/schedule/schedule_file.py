@@ -64,7 +64,7 @@ def parse_schedule(text: str, name: str) -> Schedule:
     """Reads a schedule from ``text``: one line per rank, with tokens separated by blanks or commas.
 
     Tokens are actions such as ``2F5`` (stage 2, forward, microbatch 5), and torch's tokens such as ``2SEND_F5``. ``#``
-    starts a comment. ``name`` identifies the schedule in messages. It does not validate the order of the actions; call
+    starts a comment. ``name`` identifies the schedule in error texts. The order of the actions is not validated; call
     :func:`check`.
 
     Raises:

@@ -91,8 +91,9 @@ def held(ranges: tuple[Range, ...], index: int) -> int:
 
 
 def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ...]:
-    """Converts ``runs``, a list of row intervals [start, stop) for each rank, to contiguous ranges, each with its
-    ranks.
+    """Divides all rows into ranges, each with the ranks that have it, from the intervals [start, stop) of each rank.
+
+    ``runs``: list of intervals of each rank; intervals of different ranks may overlap.
     """
     edges = [
         (row, rank, step)

@@ -68,8 +68,8 @@ def take_averages(optimizer: torch.optim.Optimizer) -> None:
 
 
 class ScheduleFreeAverage:
-    """Source of the schedule-free averages x of the weights, for evaluation. Weights of other types of optimizers are
-    returned unchanged.
+    """Source of the averaged weights of schedule-free optimizers, for evaluation. Weights of other types of optimizers
+    are returned unchanged.
     """
 
     def __init__(self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer) -> None:
@@ -80,8 +80,8 @@ class ScheduleFreeAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averages x of the elements that this rank updates in the bucket ``flat``, as a 1-D tensor in the
-        dtype of the weights.
+        """Returns the averaged weights of the elements of ``flat`` that this rank updates, as a 1-D tensor in the dtype
+        of the weights.
         """
         betas = {id(weight): group["betas"] for group in self._groups for weight in group["params"]}
         found = flat.weights.clone()
