@@ -82,8 +82,8 @@ def initialize(
             the plan; without it the plan is made when the first batch arrives.
         optimizer: replaces the configured one: ``params -> torch.optim.Optimizer``, or one over the model's parameters.
         lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or a scheduler over the passed ``optimizer``.
-        inputs: entries of a batch that forward receives: keys, positions or ``microbatch -> arguments``. None: without
-            ``loss_fn`` the whole batch, with it the entries that are parameters of forward.
+        inputs: entries of a batch that forward receives: keys, positions or ``microbatch -> arguments``. None: the
+            whole batch if there is no ``loss_fn``, otherwise the entries that match parameters of forward.
         whole: keys or positions of entries of the batch that are not split into microbatches.
         world: this rank's identity, for ranks that are threads (``run_thread_ranks``); None: read from the launcher.
 

@@ -196,18 +196,19 @@ class Engine(TrainingLoop, NamedState):
         """Makes one optimizer step on this data rank's share of the global batch. Collective.
 
         Args:
-            batch: tensor, tuple, list or mapping of tensors with micro x accumulation rows, or an iterator of
-                microbatches, from which exactly ``accumulation`` items are pulled. With ``uneven_microbatches``, a list
-                of this data rank's microbatches, of any number.
+            batch: tensor, tuple, list or mapping of tensors with ``train_micro_batch_size_per_gpu`` x
+                ``gradient_accumulation_steps`` rows, or an iterator, from which exactly ``gradient_accumulation_steps``
+                microbatches are pulled. With ``uneven_microbatches``, a list of this data rank's microbatches, of any
+                number.
 
         Communicates activations and their gradients over pp, activations over tp, gradients and parameters over dp.
         Also sends a digest of the batch over the ranks of one model copy, and eight scalars over the world.
 
         Raises:
-            EngineError: the batch is malformed, or differs between the ranks of one model copy; all ranks raise, and
-                nothing is updated. Any other failure: with tensor ranks, pipeline ranks or sharded parameters, the
-                failing rank raises at once, and the job ends; otherwise all ranks raise. All ranks raise after
-                ``max_skipped_steps`` skipped steps in a row.
+            EngineError: the batch is malformed, or differs between the ranks of one model copy; nothing is updated. Or
+                ``max_skipped_steps`` steps in a row were skipped. All ranks raise.
+            Exception: any other failure. With tensor ranks, pipeline ranks or sharded parameters, the failing rank
+                raises at once, and the job ends; otherwise all ranks raise.
         """
         self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
@@ -259,13 +260,14 @@ class Engine(TrainingLoop, NamedState):
         Args:
             batch: tensor, tuple, list or mapping of any number of rows, which may differ between data ranks; labels are
                 not needed.
-            rows: rows of a microbatch; the last microbatch may have fewer. None: ``train_micro_batch_size_per_gpu``.
-                Pass the rows of the whole batch if one of its tensors cannot be split by rows (image patches).
+            rows: number of rows of a microbatch; the last one may have fewer. None: ``train_micro_batch_size_per_gpu``.
+                Pass the number of rows of the whole batch if one of its tensors cannot be split by rows (image
+                patches).
             record_routing: return (output, experts): the experts that routers chose, int32 [rows, positions, layers,
                 k]. A later batch can replay them under the key ``routed_experts``. Needs ``router_replay``.
 
         Every rank of one model copy gets the full output: logits are gathered over tp, and the last stage sends them
-        over pp, label "outputs". Under ZeRO 3, data ranks agree on the number of forwards (8 bytes over dp).
+        over pp (traffic label "outputs"). Under ZeRO 3, data ranks agree on the number of forwards (8 bytes over dp).
 
         Raises:
             EngineError: the batch is malformed, or differs between ranks of one model copy; all its ranks raise.
@@ -284,7 +286,8 @@ class Engine(TrainingLoop, NamedState):
         sampling: SamplingOptions | Sequence[SamplingOptions] | None = None,
         **options: Any,
     ) -> Any:
-        """Continues this data rank's prompts: by ``sampling``, or by ``generate`` of a Hugging Face model. Collective.
+        """Continues this data rank's prompts, with the engine's sampler if ``sampling`` is given, else with the model's
+        own ``generate`` (Hugging Face). Collective.
 
         Args:
             inputs: token ids of this data rank's prompts [rows, tokens]; rows and tokens may differ between data ranks.
@@ -293,8 +296,8 @@ class Engine(TrainingLoop, NamedState):
             options: without ``sampling``, options of ``generate``, such as ``max_new_tokens``; with it,
                 ``attention_mask`` only.
 
-        Returns tokens [rows * samples, tokens], or :class:`GeneratedText` if ``sampling`` asks for log-probabilities;
-        without ``sampling`` the result of ``generate``. All ranks of one model copy get the same.
+        Returns prompts and new tokens [rows * samples, tokens], or :class:`GeneratedText` if ``sampling`` asks for
+        log-probabilities; without ``sampling`` the result of ``generate``. All ranks of one model copy get the same.
 
         Each rank caches keys and values of its own heads and layers, if the model takes a cache. Each token costs the
         traffic of its forward, and 8 bytes a row over the model copy. Data ranks that gather parameters or share
@@ -400,8 +403,8 @@ class Engine(TrainingLoop, NamedState):
             folder: folder of the run, or of one checkpoint; None: ``checkpoint.folder``.
             load_module_only: load only weights and buffers.
             load_optimizer_states: False: load everything except the optimizer state.
-            strict: False: parameters and buffers that the checkpoint lacks keep their values, and parameters that were
-                not trained get fresh optimizer state; the log names them.
+            strict: False: parameters and buffers that the checkpoint lacks keep their values (the log names them), and
+                parameters without saved optimizer state start with a fresh one.
             missing_ok: return None if the folder has no checkpoint.
             load_lr_scheduler_states: False: a torch scheduler restarts. The next update still uses the saved rate.
 

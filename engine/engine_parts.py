@@ -152,7 +152,7 @@ class EngineResources:
         """Checks that the engine method ``call`` is allowed.
 
         Raises:
-            EngineError: the engine is closed, or a callback of ``refuse_by`` forbids the call.
+            EngineError: the engine is closed, or a callback registered with ``refuse_by`` forbids the call.
         """
         if self._closed:
             raise EngineError(

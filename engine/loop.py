@@ -62,7 +62,10 @@ class TrainingLoop:
         retain_graph: bool = False,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Runs the backward of the loss of one microbatch. Call it once for each loss of the microbatch.
+        """Runs the backward of the loss of one microbatch.
+
+        A microbatch may have several losses: call it once for each. If ``gradient_accumulation_steps`` > 1, the first
+        call after a forward begins the next microbatch.
 
         Averages the gradient over the microbatches of the step and over data ranks; a loss (sum, weight) is divided by
         the total weight of all losses in the step. Gradients are reduced over dp during the last backward.
@@ -173,10 +176,10 @@ class TrainingLoop:
         return self._parts.runtime.program.gather(rows)
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
-        """Makes reads of a parameter's ``grad`` raise until the next forward, ``step`` or ``zero_grad``.
+        """Makes reads of a parameter's ``grad`` raise an error. The next forward, update or ``zero_grad`` ends this.
 
-        Such a read would find None, because the engine has taken the gradient. After a backward the engine itself calls
-        this; call it after a step if user hooks may still read gradients then.
+        Such a read would find None, because the engine has taken the gradient. The engine itself calls this after each
+        backward. Call it after ``step`` if user hooks may read gradients between the update and the next forward.
 
         Args:
             around: a framework's module that contains the model; its ``zero_grad`` is patched to drop the engine's

@@ -47,8 +47,8 @@ class NamedState:
         """Returns the whole model on rank 0, with the keys and dtypes of ``model.state_dict()``, on the CPU.
         Collective.
 
-        Other ranks get an empty dict. ``ema`` selects the moving average of trained parameters. A schedule-free
-        optimizer gives its averaged weights; ``masters`` yields its training weights.
+        Other ranks get an empty dict. ``ema`` selects the moving average of trained parameters. With a schedule-free
+        optimizer, returns its averaged weights; the method ``masters`` gives access to its training weights.
 
         fp32 masters are gathered over dp, one flat buffer at a time, then parameter by parameter over tp and pp.
 
@@ -69,10 +69,12 @@ class NamedState:
     def publish_weights(self) -> "PendingVersion":
         """Publishes the present weights as a new version for receivers, such as inference engines. Collective.
 
-        Copies this rank's shard to host memory, in the dtype of forward; with ``weights_out.copies`` 2, another rank's
-        shard too. First waits while receivers read the previous version, at most ``weights_out.deadline`` seconds, then
-        drops it. Sends three small all-reduces over the world, label "start"; frozen quantized weights are gathered
-        once over dp.
+        First waits until receivers have read the previous version, at most ``weights_out.deadline`` seconds, and drops
+        that version. Then copies this rank's shard to host memory, in the dtype of forward; with ``weights_out.copies``
+        2, another rank's shard too.
+
+        Communicates three small all-reduces over the world (traffic label "start"). The first call also gathers frozen
+        quantized weights over dp.
 
         Returns a handle: its ``wait()`` waits for the receivers in ``weights_out.to``, and its ``url`` is the address
         for receivers.

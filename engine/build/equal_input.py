@@ -50,7 +50,8 @@ def describe_config(config: Config) -> dict[str, str]:
 def difference_error(difference: Difference) -> EngineError:
     """Returns the error that every rank raises if ranks were started with different input.
 
-    It is a ConfigError, a PlanError for the model, or a GridError for versions and devices.
+    It is a ConfigError for different configurations, a PlanError for different models, or a GridError for different
+    versions or devices.
 
     Args:
         difference: first key with different values, and these values.

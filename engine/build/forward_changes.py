@@ -53,7 +53,8 @@ def change_forwards(
 ) -> ForwardChanges:
     """Replaces forwards of ``model`` by the engine's kernels, and compiles its blocks if ``compile`` is on.
 
-    Removing ``patches`` undoes it. Nothing is communicated; all ranks make the same changes.
+    Returns the kernel choices and the modules with replaced forwards. ``patches`` records the changes; its ``remove``
+    undoes them. Nothing is communicated; all ranks make the same changes.
 
     Args:
         planned: kernel choices for a GPU that is absent; None: choices for ``device``.
@@ -109,8 +110,9 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
     """Fuses linear layers, unsharded or column-parallel, with the activations after them, as listed in ``changes``.
 
-    If the engine has main gradients (buffers that sum gradients), every unsharded linear layer and embedding with a
-    plain forward adds its weight gradient to them in backward. ``patches`` records each replaced forward.
+    Also makes unsharded linear layers and embeddings add their weight gradients in backward to main gradients (buffers
+    that sum gradients), if the engine has them; layers with a custom forward are left out. ``patches`` records each
+    replaced forward.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)

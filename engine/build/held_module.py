@@ -103,8 +103,8 @@ def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: Forward
 
 
 def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPatches) -> None:
-    """Makes a later removal of ``patches`` mark the parameters of ``model``; does nothing if this rank has all their
-    elements.
+    """Makes the removal of ``patches``, when the engine closes, mark the parameters of ``model`` as incomplete. Does
+    nothing if this rank has all their elements.
 
     :func:`refuse_parts` refuses a model with marked parameters.
 

@@ -173,9 +173,10 @@ class _Parts:
 
 
 def borrow(lender: Lender, plan: Plan, holder: ShardHolder) -> Mapping[str, Tensor]:
-    """Returns the frozen weights that this rank takes from the other engine ``lender``, by parameter name.
+    """Returns the frozen weights outside of flat buckets that this rank takes from the other engine ``lender``, by
+    parameter name.
 
-    Frozen parameters in flat buckets are only checked, not returned.
+    Checks that ``lender`` has the flat buckets of frozen parameters in ``plan``; does not return them.
 
     Args:
         holder: tensor, pipeline and expert coordinates of this rank.

@@ -193,7 +193,7 @@ class CheckpointCoordinator:
             logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
-        """Completes an earlier ``load`` after sharding; without a ``load``, reads ``checkpoint.init_from``. Collective.
+        """Reads the checkpoint of an earlier ``load``, else of ``checkpoint.init_from``, into the shards. Collective.
 
         ``update``: counters and loss scale of the run. ``entries``: from :func:`state_entries`.
         """
@@ -365,8 +365,8 @@ class CheckpointCoordinator:
             raise problem
 
     def release(self) -> None:
-        """Removes the signal handler. Unlocks the checkpoint folders and destroys the CPU process group: at once, or at
-        the end of a pending save, in its thread. May be called twice.
+        """Removes the signal handler. Then unlocks the checkpoint folders and destroys the CPU process group; a pending
+        save does this in its thread, at its end. May be called twice.
         """
         if self._signal is not None:
             self._signal.remove()

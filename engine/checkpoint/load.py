@@ -146,7 +146,7 @@ class Loader:
         return [name.partition("/")[2] for name in names]
 
     def check_moments(self, families: Families) -> None:
-        """Checks that ``source`` has the optimizer moments of this rank's parameters, which ``families`` lists.
+        """Checks that ``source`` has the optimizer moments that ``families`` lists for this rank's parameters.
 
         Call it before the memory of the moments is allocated. Parameters in the same flat tensor of the optimizer need
         the same moments.
@@ -313,10 +313,10 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 @torch.no_grad()
 def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """Completes weights on all data ranks after each has loaded one shard, also at ZeRO 0.
+    """All-gathers weights over data ranks after each has loaded only its shard, at ZeRO 0 too.
 
-    ZeRO 0 all-gathers fp32 masters over data ranks, then rounds them into the parameters. ZeRO 1 and 2 round first,
-    then all-gather parameters, as does ZeRO 0 without masters.
+    ZeRO 0 gathers fp32 masters, then rounds them into the parameters; without masters it gathers the parameters. ZeRO 1
+    and 2 round each shard first, then gather the parameters. ZeRO 3 gathers nothing.
     """
     pending = []
     for flat in buckets:

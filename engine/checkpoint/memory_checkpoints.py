@@ -303,8 +303,8 @@ class MemoryCheckpoints:
         Returns the checkpoint's folder on rank 0's host.
 
         Args:
-            write: function of file operations and a folder; it saves a checkpoint into the folder and returns the
-                checkpoint's folder.
+            write: called with file operations and the run's folder in memory; saves a checkpoint as a subfolder there,
+                and returns its path.
 
         Raises:
             CheckpointError, EngineError: ``write`` or the copy has failed on a rank. The previous checkpoint remains.

@@ -39,7 +39,8 @@ class MemoryFiles(Files):
 
     Args:
         named: rank 0's memory folder. On every rank, callers pass paths inside it.
-        shared: this host's memory folder, in which ``create`` makes the file instead; other methods use paths as given.
+        shared: this host's memory folder. ``create`` puts it in the place of ``named`` in a path; other methods use
+            paths unchanged.
     """
 
     def __init__(self, named: Path, shared: Path) -> None:
@@ -49,8 +50,8 @@ class MemoryFiles(Files):
         self._open: dict[int, Path] = {}
 
     def create(self, path: Path) -> int:
-        """Creates the file ``path``, and missing parent folders, in this host's memory folder; returns the file's
-        descriptor. Raises FileExistsError if the file exists.
+        """Creates the file ``path``, and missing parent folders; returns the file's descriptor. A path inside rank 0's
+        memory folder means the same relative path in this host's. Raises FileExistsError if the file exists.
         """
         if path.is_relative_to(self._named):
             path = self._shared / path.relative_to(self._named)

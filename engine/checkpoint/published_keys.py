@@ -19,12 +19,12 @@ from engine.checkpoint.format.safetensors_file import FilePart
 
 
 def published_parts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[FilePart, ...]]:
-    """Returns the tensors into which transformers divides each parameter when it saves a model folder, by the
-    parameter's key.
+    """Returns a dict: key of a parameter -> the tensors into which transformers divides it when it saves a model
+    folder.
 
-    Example: the folder has one tensor for each expert, where the model has one stacked parameter. A parameter is left
-    out if the folder has it under the same key as the model, or if the folder's tensors are not contiguous parts of the
-    parameter. Returns {} for models that are not from transformers.
+    Example: the folder has one tensor for each expert, where the model has one stacked parameter. The dict lacks
+    parameters that keep their key in the folder, and parameters that are not divided into contiguous parts. Returns {}
+    for models that are not from transformers.
 
     Args:
         shapes: full shape of every parameter, by its key in ``model.state_dict()``.

@@ -31,8 +31,8 @@ def copy_weights(source: RunState, target: RunState) -> None:
     """Copies parameters and persistent buffers of ``source`` into ``target``, cast to the target's dtypes. Collective
     over the world.
 
-    Copies fp32 masters of ``source``, if any, instead of the rounded weights, also into masters of ``target``. Other
-    optimizer state does not change.
+    If ``source`` has fp32 masters, copies their values instead of the rounded weights. If ``target`` has masters, they
+    receive the values too. Other optimizer state does not change.
 
     Raises:
         EngineError: the models differ, or the engines run on different ranks. All ranks raise, before communication.
@@ -121,10 +121,11 @@ def _copy(piece: Piece, width: int, full: Tensor, local: memoryview, out: bool) 
 
 
 def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[[Image], None]) -> Image:
-    """Returns full tensors on every rank, joined from pieces that all ranks write. One all-reduce (maximum of bytes)
-    over the world, label "weights".
+    """Returns full tensors on every rank, in one CPU buffer joined from pieces that all ranks write. Makes one
+    all-reduce over the world (maximum of each byte; traffic label "weights").
 
     Args:
+        run: state of an engine, for its process groups and device.
         kinds: dtype and shape of each returned tensor, by name.
         fill: callback that writes this rank's pieces into the tensors, which begin as zeros. Ranks that write the same
             element write the same value.

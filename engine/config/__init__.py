@@ -272,7 +272,7 @@ class Config:
         return Grid(rank=rank, order=self.parallel.order, shard_size=shards, experts=self.parallel.expert, **sizes)
 
     def resolve(self, world_size: int) -> "Config":
-        """Returns a copy of the config with all "auto" and missing sizes computed for ``world_size`` processes.
+        """Returns a copy with all "auto" and missing batch and axis sizes computed for ``world_size`` processes.
 
         Raises:
             ConfigError: the sizes do not fit the number of processes.

@@ -51,7 +51,7 @@ def read_config_file(path: str | os.PathLike[str], problems: Problems) -> Mappin
 
 
 def remarks(raw: object) -> tuple[str, ...]:
-    """Returns the note that the file of ``raw`` is not valid JSON and was read as Hjson; () for other files."""
+    """Returns a tuple with a note if ``raw`` was read as Hjson, from a file that is not valid JSON; otherwise ()."""
     return (raw.remark,) if isinstance(raw, FileObject) and raw.remark else ()
 
 
@@ -126,7 +126,7 @@ def _parsed_hjson(text: str, name: str, why: json.JSONDecodeError) -> Any:
 
 
 def note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:
-    """Adds a problem for each key that an object in ``raw`` has twice.
+    """Adds a problem for each key that a file has twice in one object; ``raw`` is the value read from it.
 
     ``at``: JSON path of ``raw``. ``depth``: number of enclosing objects and lists.
     """

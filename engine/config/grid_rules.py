@@ -115,7 +115,7 @@ def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityC
 
 
 def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
-    """Raises an error if the pipeline schedule or the tensor plan is invalid with any model.
+    """Raises an error if the pipeline schedule or the tensor plan is invalid for every model.
 
     ``microbatches`` is the number per step. If it is None, or the schedule or ``parallel.pipeline`` is "auto", the
     schedule is not checked.

@@ -109,7 +109,8 @@ class RefusedError(ValueError):
 class Rule:
     """Base class of rules that check and convert the JSON value of a configuration key.
 
-    ``remedy``: advice in an error; if empty, it is made from ``expected``. ``null``: True to accept null.
+    ``remedy``: advice in an error; if empty, "give" and the text that the method ``expected`` returns. ``null``: True
+    to accept null.
     """
 
     remedy: str = ""
@@ -220,7 +221,7 @@ class Int(Real):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice(Rule):
-    """Rule for one of the words or numbers in ``options``.
+    """Rule for a value that must be one of the words or numbers in ``options``.
 
     ``fold`` ignores letter case; ``also`` maps further spellings to options.
     """
@@ -246,9 +247,7 @@ class Choice(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text(Rule):
-    """Rule for nonempty text or a path object. If ``ends`` is given, it refuses a value that ends with none of the
-    entries.
-    """
+    """Rule for nonempty text or a path object. If ``ends`` is given, the value must end with one of its entries."""
 
     noun: str = "text"
     ends: tuple[str, ...] = ()

@@ -48,8 +48,8 @@ class ModelTensor:
 
     @property
     def entries(self) -> Sequence[FilePart]:
-        """Entries (key and range of elements) that store this tensor in a file of the checkpoint's ``model/``, in the
-        order of the elements.
+        """Entries of a file in the checkpoint's ``model/`` that together store this tensor, in the order of its
+        elements. Each has a key and a range of this tensor's elements.
         """
         if self.row is None and self.parts:  # a buffer may have been replaced by one of another shape
             return file_parts(self.parts[0].key, self.kind.shape)
@@ -57,8 +57,10 @@ class ModelTensor:
 
 
 def local_region(row: ShardRow, holder: ShardHolder) -> Part:
-    """Returns the rows of a parameter that tensor and expert parallelism assign to the ranks with the coordinates
-    ``holder`` (pp, tp, ep).
+    """Returns the index ranges of a parameter that tensor and expert parallelism assign to the ranks with the
+    coordinates ``holder`` (pp, tp, ep).
+
+    ``row``: the parameter's entry in the shard table.
     """
     return _region(row, row.tensor_ranges(holder), holder)
 
@@ -72,9 +74,10 @@ def _region(row: ShardRow, ranges: Sequence[Range], holder: ShardHolder) -> Part
 
 
 def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
-    """Returns the rows of a parameter that the ranks at ``holder`` (pp, tp, ep) save; None if they save none.
+    """Returns the index ranges of a parameter that the ranks at ``holder`` (pp, tp, ep) save; None if they save none.
 
-    If several tensor ranks have the same rows, the first of these ranks saves them.
+    If several tensor ranks have the same ranges, the first of these ranks saves them. ``row``: the parameter's entry in
+    the shard table.
     """
     first = [each for each in row.ranges if each.holders[0] == holder.tp]
     return _region(row, first, holder) if first and row.held(holder._replace(pp=row.owners[0])) else None
@@ -122,8 +125,8 @@ class SaveOwnership:
         return Piece(part, start - slot.start, max(start, min(slot.stop, shard.stop)) - slot.start)
 
     def stored(self, row: ShardRow, coord: Coord) -> Piece | None:
-        """Returns the elements of a parameter that the rank at ``coord`` writes into a checkpoint; None if there are
-        none.
+        """Returns the range of a parameter's elements that the rank at ``coord`` writes into a checkpoint; None if it
+        writes none. ``row``: the parameter's entry in the shard table.
         """
         part = stored_part(row, self.grid.holder(coord))
         if part is None or coord.pp != row.owners[0] or not self.stores(row, coord):
@@ -259,8 +262,8 @@ class LocalTensors:
         return self._elements(self.inventory.element_state(tensors))
 
     def companions(self) -> Iterator[Held]:
-        """Yields the tensors that features other than the optimizer store for each parameter, with its shape, such as
-        moving averages of weights.
+        """Yields this rank's elements of the tensors that features other than the optimizer store for each parameter,
+        such as moving averages of weights. The full tensors have the parameter's shape.
         """
         return self._elements(self.inventory.companion_state())
 
@@ -339,7 +342,8 @@ def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice,
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
-    """Returns the slice with the elements ``own`` of one parameter, in a buffer that stores a part of a flat bucket.
+    """Returns the slice that the elements ``own`` of one parameter fill in a buffer. The buffer stores a part of a flat
+    bucket.
 
     ``owned``: range of the bucket that the buffer stores. ``slot``: range of the bucket that the parameter fills.
     """

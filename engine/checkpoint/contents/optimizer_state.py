@@ -73,11 +73,11 @@ def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers
 def arranged(
     tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Separates moments from scalars for the manifest. Returns ``tensors`` without the scalars, and a dict of the
-    scalars.
+    """Separates moments from scalars for the manifest. Returns ``tensors`` without the scalars, and a dict.
 
-    The dict has one set of scalars for each group, and one for each parameter with other values than its group. A
-    one-element tensor becomes a scalar if the same state is a scalar for other parameters of the group.
+    In the dict, "numbers" has a dict of scalars for each group, by its index; "own_numbers", by name, has parameters
+    with other values than their group; "fresh" lists parameters without state. A one-element tensor becomes a scalar if
+    the same state is a scalar for other parameters of the group.
 
     Args:
         tensors: all tensors of the save by name, such as "exp_avg/NAME".

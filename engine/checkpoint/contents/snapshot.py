@@ -92,8 +92,8 @@ class Messages:
     def parts(self, source: Coord, owner: int) -> list[MessagePart]:
         """Returns the layout of the message from the rank at ``source`` to the rank ``owner``.
 
-        An entry is (tensor, its elements in the message, start byte, end byte), with an exclusive end. Start bytes are
-        multiples of 8.
+        An entry is (tensor, range of its elements that the message carries, start byte, end byte). Bytes count from the
+        start of the message; the end is exclusive. Start bytes are multiples of 8.
         """
         if (source, owner) not in self._known:
             self._known[source, owner] = self._find(source, owner)

@@ -65,17 +65,18 @@ def zero_stage_of(optimizer: Mapping[str, Any]) -> int:
 
 
 def client_state(state: Mapping[str, Any], dropped: list[str]) -> Any:
-    """Returns the user's ``client_state`` of a DeepSpeed checkpoint as JSON values.
+    """Returns the JSON values in the user's ``client_state`` of a DeepSpeed checkpoint.
 
-    Other values are left out; their paths are added to ``dropped``.
+    Values without a JSON form are left out of dicts, and become None in lists; their paths are added to ``dropped``.
     """
     return plain({key: value for key, value in state.items() if key not in _OWN}, dropped)
 
 
 def first_flat(options: Mapping[str, Any], index: int) -> int:
-    """Returns the position of a parameter group's state in DeepSpeed's optimizer state.
+    """Returns the index of a parameter group's state in DeepSpeed's list of optimizer states.
 
-    It is the first entry of "params" in ``options`` if that is an int; otherwise ``index``, the number of the group.
+    The index is the first entry of "params" in the group's ``options`` if that is an int; otherwise ``index``, the
+    number of the group.
     """
     params = options.get("params")
     first = params[0] if isinstance(params, list) and params else index
@@ -104,7 +105,7 @@ def scheduler_state(state: Any) -> dict[str, Any] | None:
     """Converts the state of a DeepSpeed scheduler to torch's "last_epoch" and "_step_count"; returns None if it is no
     dict.
 
-    State without "last_batch_iteration" is returned without the values that JSON cannot express.
+    State without "last_batch_iteration" is not converted; only values that JSON cannot express are left out.
     """
     if not isinstance(state, dict):
         return None

@@ -137,7 +137,7 @@ def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 def tensors_of_fragments(
     ranks: Sequence[RankState], found: Mapping[str, Sequence[FlatFragment]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, SpannedTensor]:
-    """Returns weights and moments of all parameters, as "param/NAME", "exp_avg/NAME" etc. The values stay in the files.
+    """Returns the positions in the files of weights and moments of all parameters, by "param/NAME", "exp_avg/NAME" etc.
 
     Args:
         found: fragments of each parameter in the flat tensors of ``ranks``.
@@ -184,7 +184,8 @@ class UniversalFolder:
 
 
 def read_universal(files: Files, folder: Path, shapes: Shapes, others: set[str]) -> UniversalFolder:
-    """Reads the folder "zero" of a universal DeepSpeed checkpoint, which has a subfolder for each parameter.
+    """Reads weights, moments and parameter groups from ``folder``, which is "zero" in a universal DeepSpeed checkpoint
+    and has a subfolder for each parameter.
 
     Args:
         shapes: trainable parameters by group, from the model's file; if empty, all parameters form one group.

@@ -44,9 +44,11 @@ def is_megatron(names: Sequence[str]) -> bool:
 
 
 def read_megatron(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """Reads weights and counters of the Megatron checkpoint in ``folder``. Returns its contents, and an empty list.
+    """Reads weights and counters of the Megatron checkpoint in ``folder``. Returns them and the list of left-out client
+    state, which is always empty here.
 
-    ``optimizer`` must be False, because the format stores optimizer state without parameter names.
+    Readers of all formats have this signature. Here ``optimizer`` must be False, because the format stores optimizer
+    state without parameter names.
 
     Raises:
         CheckpointError: ``optimizer`` is True; a rank's file is missing; the shards of a weight do not fit together.

@@ -59,8 +59,8 @@ class TorchTensor:
     strides: tuple[int, ...]
 
     def span(self, piece: Piece, first: int = 0, tensor: str = "a tensor") -> FileSpan:
-        """Returns the file position of ``piece``, a range of elements of a parameter. This tensor stores the range,
-        beginning at the tensor's element ``first``.
+        """Returns the file position of ``piece``, a range of elements of a parameter. The range begins at element
+        ``first`` of this tensor, which contains all of it.
 
         ``tensor`` names the parameter in messages.
 
@@ -222,8 +222,8 @@ _PARAMETERS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebui
 
 
 def call_of_torch(name: PickledName, arguments: tuple[Any, ...]) -> Any:
-    """Returns a tensor, dict, list or tuple for a call in a ``torch.save`` pickle that makes one, and a
-    ``PickledObject`` for any other call. Does not run the called function.
+    """Returns the tensor, dict, list or tuple that a call in a ``torch.save`` pickle makes, or a ``PickledObject`` if
+    it makes something else. Does not run the called function.
     """
     match str(name).replace("__builtin__.", "builtins."), arguments:  # the name of Python 2, which protocol 2 still has
         case ("collections.OrderedDict" | "builtins.dict", ()) | ("collections.defaultdict", _):

@@ -156,7 +156,8 @@ class HashSlice:
 
 
 def hash_slices(hashes: Mapping[str, Hashes]) -> dict[str, HashSlice]:
-    """Returns, by file name, the position of the block hashes in ``checksums.safetensors`` and their sha256.
+    """Returns, by file name, the position of the file's block hashes in ``checksums.safetensors``, and the sha256 of
+    these hashes.
 
     ``hashes``: file name -> hashes of the file's blocks.
     """

@@ -23,8 +23,8 @@ class FileSpan:
     piece: Piece
 
     def slice_of(self, index: int, kind: TensorKind) -> "FileSpan | None":
-        """Returns the part of this span that belongs to slice ``index`` of the full tensor along dim 0, with a piece
-        relative to the slice; None if there is none.
+        """Returns the span of the elements that are in slice ``index`` of the full tensor along dim 0; None if this
+        span has none of them. Its piece counts elements from the start of the slice.
 
         ``kind``: dtype and shape of one slice.
         """
@@ -78,8 +78,8 @@ def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Itera
 
 
 def pieces_of_box(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[Piece, int]]:
-    """Divides the box ``start[d] : start[d] + size[d]`` of a tensor into :class:`Piece` objects. A box that is cut in
-    several dims may need several.
+    """Divides the box ``start[d] : start[d] + size[d]`` of a tensor into :class:`Piece` objects (ranges of elements). A
+    box that is smaller than the tensor in several dims may need several.
 
     Yields each piece with its offset in the flattened box.
     """

@@ -31,7 +31,9 @@ _FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 class FileNames(Protocol):
-    """Interface of a list of a checkpoint's file names. Manifests refer to a file by its index in the list."""
+    """Protocol of a sequence with the names of a checkpoint's files. Manifests refer to a file by its index in the
+    sequence.
+    """
 
     def __len__(self) -> int: ...
 

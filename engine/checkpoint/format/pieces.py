@@ -24,8 +24,8 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Part:
-    """Selection of index ranges (rows) along one dim of a tensor, such as a tensor-parallel shard. If ``dim`` is None,
-    it is the full tensor.
+    """Selection of ``rows``, index ranges along the dim ``dim`` of a tensor, such as a tensor-parallel shard. A part
+    with ``dim`` None is the full tensor.
 
     If ``dim`` > 0, ``outer`` may restrict the first dim to a range, such as the experts of a rank.
     """
@@ -113,7 +113,7 @@ class Piece:
         return Spans(full + first - local, first - self.start, last - first)
 
     def within(self, part: Part) -> "Piece":
-        """Returns the elements of this piece that are also in ``part``, as a piece with offsets in ``part``.
+        """Returns the elements of this piece that are also in ``part``, as a range of the flattened ``part``.
 
         ``part`` must be a subset of ``self.part``.
         """
@@ -166,8 +166,8 @@ def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: It
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
     """Returns True if every element of a tensor of ``shape`` is in exactly one of ``pieces``.
 
-    Also returns False if the pieces belong to different parts (selections of rows) that overlap, or that select along
-    different dims. The cost does not depend on the tensor's size.
+    Parts (selections of rows) of different pieces must be equal, or disjoint and selected along the same dim; otherwise
+    returns False. The cost does not depend on the tensor's size.
     """
     ranges: dict[Part, list[tuple[int, int]]] = {}
     for piece in pieces:

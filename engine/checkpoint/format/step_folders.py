@@ -230,11 +230,12 @@ class FolderLocks:
         """Locks the existing folder ``folder`` until ``close``. A second call for the same folder does nothing, unless
         the folder was deleted and created again.
 
-        ``early``: True before the first save. If another engine in this process has the lock, the call then does
-        nothing, because that engine may be about to close.
+        ``early``: True before the first save. The folder then stays unlocked, without an error, if another engine in
+        this process has the lock, because that engine may be about to close.
 
         Raises:
-            CheckpointError: another engine has the lock; the message names its process and machine.
+            CheckpointError: another engine has the lock (with ``early``: in another process); the message names its
+                process and machine.
         """
         if self._closed:
             raise CheckpointError(
