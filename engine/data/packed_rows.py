@@ -51,8 +51,8 @@ class RowPiece(NamedTuple):
 
 
 def piece(tokens: NDArray[Any], start: int, stop: int) -> RowPiece:
-    """Returns tokens ``start:stop`` of a document as a ``RowPiece``, with the token at ``stop`` as its ``after``; -100
-    at the document's end.
+    """Returns tokens ``start:stop`` of a document as a ``RowPiece``. Its ``after`` is the document's next token, or
+    -100 if there is none.
 
     Args:
         tokens: all tokens of the document, 1-D.
@@ -91,7 +91,7 @@ class PackedRows:
     """Endless sequence of packed rows: the documents of a dataset one after another, cut into rows of
     ``packing.length`` tokens.
 
-    With ``settings.shuffle``, each epoch has a new random order of documents and of rows.
+    With ``settings.shuffle``, each epoch shuffles the documents, cuts them into rows, and shuffles the rows.
 
     Raises:
         EngineError: the documents have no tokens.

@@ -20,8 +20,8 @@ LabelPlace = Literal["in place", "shifted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Settings to pack documents, one after another, into rows of ``length`` tokens; a document that does not fit is
-    cut.
+    """Settings to pack documents, one after another, into rows of ``length`` tokens; a document that does not fit
+    continues in the next row.
 
     A row has int64 tensors [length]. Its ``labels`` are the row's tokens "in place" or "shifted" to the next token, and
     -100 at document borders and in padding. ``position_ids`` begin at 0 in every document. ``segment_ids`` number the
@@ -79,8 +79,8 @@ class LoaderOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Settings of a data loader: order of the samples, epochs, readers (ranks and processes), and packing or padding of
-    token sequences.
+    """Settings of a data loader: order of the samples, epochs, the ranks and worker processes that read, and packing or
+    padding of token sequences.
 
     Raises:
         EngineError: a value is out of range, or two values exclude each other, such as ``pack`` and ``pad``.

@@ -52,7 +52,8 @@ class ReplicaBatches:
         The result consists of tensors, numbers, strings and None in tuples, lists and dicts.
 
         Raises:
-            EngineError: ``read`` has raised on the first rank, which itself raises the original error.
+            EngineError: ``read`` has failed on the first rank; raised on the replica's other ranks. The first rank
+                raises the original error.
         """
         if self._comm.grid.size("replica") == 1:
             return read()

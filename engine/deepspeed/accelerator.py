@@ -13,7 +13,7 @@ from engine.parallel.comm.world import read_world
 class Accelerator:
     """Interface to the device of this process, returned by ``deepspeed.accelerator.get_accelerator()``.
 
-    Other attributes are read from torch's module of the device type, such as ``torch.cuda``.
+    Attributes that this class lacks are read from torch's module of the device type, such as ``torch.cuda``.
     """
 
     def __init__(self) -> None:

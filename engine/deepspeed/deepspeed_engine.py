@@ -32,7 +32,7 @@ _COUNTED = {"micro_steps", "client_state"}
 
 
 class DeepSpeedEngine(ScheduledMembers, AskedSettings):
-    """Engine that trains a model by DeepSpeed's methods, returned by ``deepspeed.initialize``.
+    """Engine with the methods and attributes of DeepSpeed's engine class, returned by ``deepspeed.initialize``.
 
     Attributes that it lacks are read from the model.
     """
@@ -106,7 +106,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
 
         Raises:
             EngineError: there are no training data; or progressive layer drop or curriculum learning adds keyword
-                arguments to forward, which only a call of the engine can pass.
+                arguments to forward, which this method cannot pass; call ``model_engine(...)``.
         """
         self._scheduled.refuse_whole_steps()
         report = self.engine.train_batch(self._given(data_iter))
@@ -291,7 +291,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         """Loads the checkpoint ``load_dir/tag``, saved by this engine or by DeepSpeed. Collective.
 
         ``tag=None``: the tag in the file ``load_dir/latest``. Without ``load_module_strict``, parameters that the
-        checkpoint lacks are unchanged, in place of an error. ``load_module_only`` loads only weights and buffers.
+        checkpoint lacks are unchanged; with it, they raise an error. ``load_module_only`` loads only weights and
+        buffers.
 
         Returns:
             (folder of the checkpoint, ``client_state`` of ``save_checkpoint``), or (None, None) if ``tag`` is None and

@@ -39,7 +39,8 @@ class MicrobatchCount:
         return {} if self.taken is None else {self.KEY: self.taken}
 
     def restore(self, found: Mapping[str, Any], steps: int) -> None:
-        """Restores the count from ``found``, the client state of a checkpoint; it includes the result of :meth:`kept`.
+        """Restores the count of microbatches from ``found``, the client state of a checkpoint, in which the saved run
+        stored the result of :meth:`kept`.
 
         If ``found`` has no count, the count is ``steps`` times the configured number of microbatches.
         """

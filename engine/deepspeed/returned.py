@@ -47,10 +47,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Wrapped torch optimizer: the argument of ``initialize``, or else the engine's.
+        """Wrapped torch optimizer: the argument of ``initialize``, or else the engine's own, made at the first batch or
+        before.
 
         Raises:
-            EngineError: no optimizer was passed, and no batch has run.
+            EngineError: no optimizer was passed, and the engine has not made its own.
         """
         if self._given is None and not self._engine.built:
             raise EngineError(
@@ -131,7 +132,8 @@ def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
     """Returns the optimizer object that ``deepspeed.initialize`` returns; None if the engine has no optimizer.
 
     ``given`` is the script's optimizer, or a callable that makes it. A torch optimizer at ZeRO 0 in fp32 is returned
-    itself; otherwise the result is a ``DeepSpeedOptimizer``, which reads the results of ``step`` from ``last``.
+    itself; otherwise the result is a ``DeepSpeedOptimizer``. Its ``overflow`` is read from ``last``, which records if
+    the engine's last step was skipped.
     """
     config, own = engine.config, given if isinstance(given, torch.optim.Optimizer) else None
     if config.optimizer is None and given is None:
@@ -145,8 +147,8 @@ def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
 def returned_schedule(engine: Engine, given: Any) -> Any:
     """Returns the scheduler object that ``deepspeed.initialize`` returns; None without a schedule.
 
-    ``given`` is the script's torch scheduler, which is returned unchanged, or a callable or None: then the engine's
-    scheduler is returned, or its placeholder before the first batch.
+    ``given`` is the script's argument. A torch scheduler is returned unchanged; for a callable or None, the result is
+    the engine's scheduler, or a placeholder before the first batch.
     """
     if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given

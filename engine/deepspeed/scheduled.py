@@ -45,8 +45,8 @@ class Scheduled:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (``args``, ``kwargs``) of a training forward, with the scheduled keyword arguments added.
 
-        ``steps`` is the number of completed steps. If keyword arguments are added, ``args`` move to ``kwargs`` by name,
-        unless a name is unknown or already there.
+        ``steps`` is the number of completed steps. If keyword arguments are added, ``args`` move to ``kwargs`` under
+        the names of forward's parameters. They stay in ``args`` if a name is unknown, or if ``kwargs`` already has it.
         """
         added = self.keywords.at(steps)
         if added and len(args) <= len(self._names) and not kwargs.keys() & set(self._names[: len(args)]):

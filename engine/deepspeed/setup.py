@@ -48,12 +48,12 @@ def initialize(
     """Shards ``model`` over the ranks; returns (engine, optimizer, loader of ``training_data``, scheduler). Collective.
 
     Weights are broadcast from rank 0. Without an optimizer, the engine only evaluates. Trainable parameters outside
-    both ``model_parameters`` and ``optimizer`` are not updated. ``args``: the script's parsed arguments, which may name
-    the configuration (``deepspeed_config``) and replace its values "auto".
+    both ``model_parameters`` and ``optimizer`` are not updated. ``args``: the script's parsed arguments. Its
+    ``deepspeed_config`` may name the configuration; attributes such as ``learning_rate`` replace values "auto".
 
     Raises:
         ConfigError: the configuration is missing, wrong or passed twice; ``model`` is missing; ``model_parameters``
-            sets more than lr and weight_decay; ``mpu`` or ``mesh_param`` asks for unconfigured tensor ranks.
+            sets more than lr and weight_decay; ``mpu`` or ``mesh_param`` contradicts the configured tensor ranks.
     """
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")

@@ -117,8 +117,8 @@ class EqualRanksBackend(RecordingBackend):
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
         """Writes this rank's slice of ``full`` to ``shard``; returns a function without effect.
 
-        If the backend has ``exchanges`` and ``axis`` is not "tp", it allocates a temporary tensor instead, and only the
-        returned function writes ``shard``, with meaningless values.
+        If the backend was made with ``exchanges`` and ``axis`` is not "tp", the call only allocates a temporary tensor,
+        and the returned function writes meaningless values to ``shard``.
         """
         if not self._exchanges or axis == "tp":  # the tensor axis shares memory
             return super().reduce_scatter(shard, full, axis)
@@ -162,8 +162,8 @@ class DryRunTransport:
     """Transport of pipeline messages in a dry run of one rank. Messages between two stages of this rank are delivered;
     ``receive`` returns a FakeTensor for a message from another rank.
 
-    A receive buffer does not count as live bytes (bytes of existing tensors), unless it is still in use after
-    ``recycle``.
+    A receive buffer counts as live bytes (bytes of existing tensors) only if a tensor still refers to it when
+    ``recycle`` is called to free it.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class DryRunTransport:
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
         """Delivers ``tensor`` to a stage of this rank, or stores it if another rank is the target.
 
-        A stored tensor is released by ``complete`` if it goes to a neighboring stage, otherwise by ``delivered``.
-        ``exact`` has no effect.
+        A stored tensor counts as live bytes: for a neighboring stage until the pipeline action ends (``complete``),
+        otherwise until ``delivered`` is called. ``exact`` has no effect.
         """
         if self._is_own(message):
             self._own.send(message, tensor)
@@ -291,7 +291,8 @@ class DryRunRank:
         rank: global rank to imitate.
         request: arguments of ``initialize``, such as the loss function.
         example: one microbatch; tensors on the meta device become zeros.
-        kernels: choices between Triton kernels and torch for a GPU that may be absent; None: choices for the CPU.
+        kernels: choice of Triton or torch for each operator on the plan's GPU, which this machine may lack; None: the
+            plan is for CPUs.
     """
 
     def __init__(
@@ -331,8 +332,8 @@ class DryRunRank:
     def step(self) -> DryRunStep:
         """Runs a warm-up step and a measured step, and returns the live bytes of each pipeline action.
 
-        If the schedule has both full backwards and backwards split into input and weight gradients, measures one step
-        with each kind.
+        If the schedule has both full backwards and backwards split into input and weight gradients, two steps are
+        measured, one with each kind, and the result has the actions of both.
         """
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self.plan.schedule.per_rank[self._pp]
@@ -462,8 +463,8 @@ def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[A
     Args:
         row: actions of one rank in the full schedule.
         microbatches: number of microbatches of the short step.
-        splits: True: a stage that splits backwards into input and weight gradients in ``row`` splits them here too;
-            False: no backward is split.
+        splits: True: all backwards of a stage are split into input and weight gradients if ``row`` splits any of them;
+            False: none is split.
     """
     stages = sorted({action.stage for action in row})
     found: list[Action] = []

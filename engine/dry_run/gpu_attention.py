@@ -20,8 +20,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @contextmanager
 def attention_of_gpu() -> Iterator[None]:
-    """Returns a context manager in which ``scaled_dot_product_attention`` on CPU FakeTensors saves for backward the
-    tensors that a GPU kernel saves: inputs, output and row sums, not all scores.
+    """Returns a context manager in which ``scaled_dot_product_attention`` on CPU FakeTensors saves the same tensors for
+    its backward as a GPU kernel: inputs, output and row sums, not all scores.
 
     Models that compute scores in their own code ("eager") are not affected.
     """

@@ -47,7 +47,7 @@ def forecast_of(plan: Plan, rank: int, step: DryRunStep) -> RankForecast:
 
 
 class PlannedKernels(Kernels):
-    """Choices between Triton kernels and torch for a GPU that may be absent.
+    """Choice of Triton or torch for each operator on a plan's GPU, which this machine may lack.
 
     Args:
         mode: setting ``kernels`` of the configuration.

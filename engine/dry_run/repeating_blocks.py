@@ -12,9 +12,9 @@ MOST_PERIOD = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlikeRun:
-    """Repeating pattern of blocks at the end of a module list.
+    """Repetitions of a pattern of blocks at the end of a module list.
 
-    The part that repeats is one block or several, such as two layers with different attention.
+    The pattern is one block or several, such as two layers with different attention.
     """
 
     blocks: str
@@ -27,8 +27,8 @@ class AlikeRun:
 
 
 def longest_run(model: nn.Module, called: Container[int] | None = None) -> AlikeRun | None:
-    """Returns the longest repeating pattern of blocks at the end of a module list in ``model``; None if nothing
-    repeats.
+    """Returns the repeating pattern at the end of a module list in ``model`` with the most blocks in all its
+    repetitions; None if nothing repeats.
 
     Args:
         called: ids (``id(module)``) of the modules that a forward calls; lists without them are ignored. None: all

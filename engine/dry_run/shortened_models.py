@@ -38,10 +38,11 @@ def shortened_step(
     """Returns the live bytes of each action in a training step of ``model``, extrapolated from three copies with fewer
     blocks.
 
-    Returns None if the plan has a pipeline, or if the extrapolation is not exact.
+    Returns None if the plan has a pipeline, ``model`` has too few equal blocks, or the bytes may not grow linearly with
+    their number.
 
     Args:
-        run_dry: callback that runs a model dry by its plan, and returns the live bytes.
+        run_dry: callback that makes a dry run of a model under a plan, and returns the live bytes.
         plan_of: callback that plans a model with fewer blocks.
     """
     run = longest_run(model)

@@ -19,8 +19,8 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 class CacheProtocol(NamedTuple):
-    """Access to a model's key-value cache: ``name`` of the argument of forward for it, and a function ``make`` that
-    returns an empty cache.
+    """Access to a model's key-value cache: forward takes it as the argument ``name``, and ``make()`` returns an empty
+    one.
     """
 
     name: str
@@ -35,9 +35,10 @@ def is_transformers_generator(model: nn.Module) -> bool:
 
 
 def find_cache_protocol(model: nn.Module) -> CacheProtocol | None:
-    """Returns the argument of the model's forward for a key-value cache, with a function that makes an empty cache.
+    """Returns the name of the argument by which the model's forward takes a key-value cache, with a function that makes
+    an empty cache.
 
-    Returns None without this argument, or for an encoder-decoder. A model outside transformers needs a method
+    Returns None if forward has no such argument, or for an encoder-decoder. A model outside transformers needs a method
     ``new_cache()``.
     """
     taken = inspect.signature(type(model).forward).parameters
@@ -95,8 +96,8 @@ class StageCaches:
         """Adds ``positions`` to the length of the caches, after a forward over ``rows`` rows.
 
         Args:
-            partly: True if this rank computes only some of the model's layers; caches of all other layers are extended
-                with zeros.
+            partly: True if this rank computes only some of the model's layers; the forward has extended their caches,
+                and this call extends all others with zeros.
         """
         self.length += positions
         for cache in self._of.values() if partly else ():

@@ -56,8 +56,8 @@ class GenerationForwards:
         """Returns a context manager around all forwards of one generation, in eval mode without autograd.
 
         The ranks of a replica (one full copy of the model) first compare hashes of the tensors in ``checked``. With
-        expert parallelism, or parameters gathered in each forward, the context ends when all data ranks have ended
-        their generation, because forwards need every rank.
+        expert parallelism, or if each forward gathers parameters, a forward needs all data ranks: at its end, the
+        context takes part in other ranks' forwards until all have ended their generation.
 
         Raises:
             EngineError: the ranks were given different tensors.

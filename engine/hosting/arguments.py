@@ -333,8 +333,8 @@ def _check_generations(args: Any) -> None:
 
 
 def rows_of_generation(args: Any, data_ranks: int) -> int:
-    """Returns the number of completions that a TRL trainer generates at a time, summed over the ``data_ranks``
-    data-parallel ranks.
+    """Returns the number of completions that a TRL trainer generates for ``args.steps_per_generation`` microbatches,
+    summed over the ``data_ranks`` data-parallel ranks.
 
     Raises:
         ConfigError: the number is no multiple of ``num_generations``.

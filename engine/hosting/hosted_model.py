@@ -62,8 +62,8 @@ _NO_LABEL = -100
 def with_share(batch: Any, rows: int, micro: int) -> Any:
     """Returns a copy of ``batch`` in which "num_items_in_batch" is divided among the rows, as a tensor [rows].
 
-    The shares are proportional to the rows' numbers of labels, or equal for all rows of the batch if any of its
-    microbatches has no labels.
+    The shares are proportional to the rows' numbers of labels. If any microbatch has no labels, all rows of the batch
+    have equal shares.
 
     A batch without this entry is returned itself.
 
@@ -81,8 +81,8 @@ def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
     """Replaces ``output["loss"]``, which has one loss per microbatch, by the loss of the whole batch; returns
     ``output``, changed in place.
 
-    The loss is the microbatches' mean, weighted by their numbers of labels, or of rows if any microbatch has no labels.
-    An output without a loss per microbatch is unchanged.
+    The loss is the microbatches' mean, weighted by their numbers of labels. If any microbatch has no labels, the
+    weights are numbers of rows. An output without a loss per microbatch is unchanged.
 
     Args:
         rows: number of rows of the batch.

@@ -42,7 +42,8 @@ class LoopSettings:
         """Returns the engine's configuration for ``world_size`` ranks: ``raw`` with the settings of this object.
 
         Raises:
-            ConfigError: a value of ``raw`` contradicts the loop, or ``raw`` has an optimizer, a schedule or mistakes.
+            ConfigError: a value of ``raw`` contradicts a setting of this object; or ``raw`` has an optimizer, a
+                schedule, or an invalid key or value.
         """
         for section in ("optimizer", "scheduler"):
             if raw.get(section) is not None:
@@ -168,11 +169,11 @@ def trained_child(module: nn.Module, name: str | None) -> str:
     """Returns the name of the submodule that the engine shards: ``name`` or, if None, the only child with trainable
     parameters.
 
-    If nothing is trainable, the only child with parameters counts.
+    If nothing is trainable, it is the only child with parameters.
 
     Raises:
-        ConfigError: ``name`` does not exist, or is None without exactly one such child; or parameters outside the
-            submodule are trainable.
+        ConfigError: ``name`` does not exist; ``name`` is None, and no or several children qualify; or parameters
+            outside the submodule are trainable.
     """
     kind = type(module).__name__
     if name is None:

@@ -33,7 +33,8 @@ from engine.reporting.step_report import StepReport
 class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator`` that runs backward, clipping and update on the engine.
 
-    Gathers and ``num_processes`` refer to data ranks: tensor and pipeline ranks with the same rows count once.
+    ``num_processes`` is the number of data ranks, and gathers take one value from each data rank: tensor and pipeline
+    ranks that share rows are one data rank.
     """
 
     grid: Grid
@@ -170,7 +171,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Args:
             inputs: a list, tuple, dict of lists, or tensor.
-            apply_padding: True: fills shorter parts up to the longest.
+            apply_padding: True: repeats the last element of ``inputs`` in shorter parts, up to the length of the
+                longest.
 
         Raises:
             ConfigError: several ranks, such as tensor or pipeline ranks, work on the same rows.
@@ -303,10 +305,10 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._begin = deepcopy(scheduler.state_dict()), [_scheduled(group) for group in groups]
 
     def move_from(self, data_ranks: int) -> None:
-        """Converts a restored schedule's step number to this run's number of data ranks; the saved run had
-        ``data_ranks``.
+        """Multiplies a restored schedule's step number by this run's number of data ranks over ``data_ranks``, the
+        number of the saved run.
 
-        If only the saved number gives the saved learning rate, it stays.
+        The step number is unchanged if the saved learning rate belongs to it, but not to the product.
         """
         schedule: Any = self.scheduler
         saved, rates = schedule.last_epoch, list(schedule.get_last_lr())
@@ -331,8 +333,8 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
             schedule.step()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Makes as many scheduler steps as there are data ranks after an update, and none after a skipped update or
-        before a step's last microbatch.
+        """Makes ``data_ranks`` scheduler steps after an update, and none after a skipped update or before a step's last
+        microbatch.
 
         With accelerate's ``split_batches=True`` or ``step_scheduler_with_optimizer=False``, calls accelerate's ``step``
         instead.

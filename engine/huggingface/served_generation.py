@@ -113,8 +113,8 @@ class ServedGeneration:
             profiler: context manager around the requests.
 
         Returns:
-            Four lists with an element for each row: ``prompts``, token ids of the completion, their log-probabilities
-                as [[value], ...], and again the token ids as [[id], ...].
+            Four lists with an element for each row: ``prompts``, token ids of the completion as [id, ...], their
+                log-probabilities as [[value], ...], and the completion's token ids again, as [[id], ...].
 
         Raises:
             EngineError: a row has an image, or a server does not answer or lacks the last published weights.

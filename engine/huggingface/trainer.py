@@ -144,14 +144,15 @@ class WholeSteps:
         """Stores a microbatch and returns None; the last microbatch of a step runs the step, and returns its 0-dim
         loss.
 
-        In an epoch's last step, missing rows are filled up without effect on the loss.
+        In an epoch's last step, copies of present rows replace missing ones, without effect on the loss.
 
         Args:
             inputs: batch of the Trainer's loop.
             count: number of items (label tokens) in the whole step; None: unknown.
 
         Raises:
-            EngineError: the epoch ends in an incomplete step that cannot be filled up.
+            EngineError: the epoch ends in an incomplete step that cannot be filled up, for example because ``count`` is
+                None.
         """
         self._waiting.append(self._filled(self.microbatch(inputs, count)))
         if not self._accelerator.sync_gradients:

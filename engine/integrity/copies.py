@@ -67,7 +67,7 @@ class DataCopies:
         All-gathers the full digests of these tensors.
 
         Args:
-            update: number of updates made before the last check that found no corruption.
+            update: number of updates at the last check without a finding; each report stores it.
         """
         return [finding for each in self._compared for finding in each.findings(update, self.device)]
 
@@ -118,8 +118,9 @@ class ReplicaCopies:
         """Compares weights that must be equal on several tensor or pipeline ranks of a replica (one full model);
         returns a 0-dim bool tensor, True if any differ.
 
-        All-gathers 8 bytes for each parameter and rank over axis "replica". ZeRO 3 first all-reduces digests over the
-        data ranks. ``device`` is the device of the digests and the result.
+        All-gathers digests (sums over a weight's elements), 8 bytes for each weight and rank, over axis "replica". In
+        ZeRO 3, digests of shards are first all-reduced over the data ranks. ``device`` is the device of the digests and
+        the result.
         """
         if not self._rows or self._comm.grid.size("replica") == 1:
             return torch.zeros((), dtype=torch.bool, device=device)
@@ -139,7 +140,7 @@ class ReplicaCopies:
         get the same reports.
 
         Args:
-            update: number of updates made before the last check that found no corruption.
+            update: number of updates at the last check without a finding; each report stores it.
         """
         found, peers, table = [], self._comm.grid.peers("replica"), self._found.tolist()
         for column, row in enumerate(self._rows if self._found.numel() else ()):
@@ -270,8 +271,8 @@ class AtRest:
     def compare(self) -> None:
         """Compares the digests of the last ``take`` with digests of the current tensors, without host synchronization.
 
-        ``noticed`` has the result. Tensors that operators wrote since then are skipped. Only the first difference is
-        stored.
+        ``noticed`` has the result. Tensors that operators wrote since then are skipped. Differences that an earlier
+        call has stored are not overwritten.
         """
         held = self._all()
         written = self._writes.since(held) if self._writes is not None else None

@@ -61,14 +61,14 @@ class ComputedGradients:
         return self._differs is not None and self._differs.any()
 
     def findings(self, rank: int, update: int) -> list[Finding]:
-        """Returns a list with one report, about the first gradient that differs between the two runs of a step, or else
-        the loss; [] if the runs are equal.
+        """Returns a list with one report, about the first gradient that differs between the two runs of a step, or
+        about the loss if no gradient differs; [] if the runs are equal.
 
-        The comparison is then dropped. The host waits for the device.
+        The call also discards the comparison's result. The host waits for the device.
 
         Args:
             rank: global rank of this process.
-            update: number of updates made before the last check that found no corruption.
+            update: number of updates at the last check without a finding; the report stores it.
         """
         differs, self._differs = self._differs, None
         if differs is None or not differs.any():
@@ -141,7 +141,7 @@ class Integrity(StepPart):
         steps and after a skipped step. Collective.
 
         Args:
-            step: state of the step; its number of sent bytes will leave out the bytes of ``check``.
+            step: state of the step, which counts sent bytes; the call excludes the bytes of ``check`` from them.
             made: number of updates so far.
             skipped: True if the step was skipped.
 
@@ -209,7 +209,7 @@ class Integrity(StepPart):
         The host waits for the device. If ``integrity.on_failure`` is "warn", corruption is only logged.
 
         Raises:
-            CorruptionError: corruption was found and ``integrity.on_failure`` is "raise"; on all ranks.
+            CorruptionError: any rank has found corruption and ``integrity.on_failure`` is "raise"; all ranks raise it.
         """
         digests = self._at_rest.digests()
         bad = self._data.compare(self._at_rest.held, digests) | self._replica.compare(self._device)

@@ -259,8 +259,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return bool(count == self.world_size) if all else bool(count)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns the tensors of all ranks of ``group``, stacked as [ranks, ...] in rank order; over the world, only
-        one tensor of each data rank. Collective over ``group``.
+        """Returns the tensors of all ranks of ``group``, stacked as [ranks, ...] in rank order. For the world, the
+        result has only one tensor for each data rank, from one of the ranks that share its rows. Collective over
+        ``group``.
 
         Args:
             group: process group; None: the world.

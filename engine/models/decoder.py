@@ -83,8 +83,7 @@ class Embedding(nn.Embedding):
 
 
 class LayerCache:
-    """Cached keys and values of one decoder layer, each [B, H, L, K]: B sequences, H heads, L positions, K values a
-    head.
+    """Cached keys and values of one decoder layer, each [B, H, L, K]: B sequences, H heads, L positions, head width K.
 
     Both are None at first.
     """
@@ -101,7 +100,7 @@ class LayerCache:
         """Appends keys and values, each [B, H, L, K], of L new positions to the cache; returns the keys and values of
         all positions.
 
-        B sequences, H heads, K values a head.
+        B sequences, H heads, head width K.
         """
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)

@@ -116,7 +116,8 @@ def import_transformers() -> Any:
 def huggingface_class(config: Any) -> Any:
     """Returns the transformers class of a model with the Hugging Face configuration ``config``.
 
-    The first class in ``config.architectures`` is taken, or else a class with a language-model head, or without a head.
+    It is the first class in ``config.architectures`` that transformers has. Otherwise, it is the class for this
+    configuration with a language-model head or, if there is none, without a head.
 
     Raises:
         PlanError: transformers is not installed.

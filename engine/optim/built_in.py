@@ -62,8 +62,8 @@ class GroupState:
         return self.values * elements * itemsize + self.codes * StateFormat(self.block, signed=True).bytes(elements)
 
     def stored_bytes(self, elements: int, itemsize: int) -> int:
-        """Returns the bytes of element-wise optimizer state in a checkpoint, where 8-bit values have ``itemsize`` bytes
-        too.
+        """Returns the bytes of element-wise optimizer state in a checkpoint, which converts 8-bit values to values of
+        ``itemsize`` bytes.
 
         Args:
             elements: number of parameter elements.
@@ -142,7 +142,9 @@ def _plain(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
 
 
 def switch_off_bias_correction(adam: torch.optim.Optimizer) -> None:
-    """Switches off the bias correction of ``adam``, a torch optimizer before its first step, by a step count of 1e9."""
+    """Sets the step count of ``adam``, a torch optimizer that has made no step, to 1e9, so that its bias correction has
+    no effect.
+    """
     for weight in [weight for group in adam.param_groups for weight in group["params"]]:
         averages = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
         adam.state[weight] = {"step": torch.tensor(1e9), **averages}

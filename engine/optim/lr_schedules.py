@@ -304,10 +304,11 @@ class LearningRate:
 def make_learning_rate(
     optimizer: torch.optim.Optimizer, config: SchedulerConfig | None, given: SchedulerArgument | None
 ) -> LearningRate:
-    """Returns the learning rates of ``optimizer`` by the user's schedule ``given``, else by ``config``, else constant.
+    """Returns the learning rates of ``optimizer``: they follow the user's schedule ``given``, else the schedule of
+    ``config``, else they are constant.
 
     Args:
-        given: function from update number to factor of the rate, function from optimizer to LRScheduler, or an
+        given: function from update number to factor of the initial rate, function from optimizer to LRScheduler, or an
             LRScheduler over the user's optimizer.
 
     Raises:

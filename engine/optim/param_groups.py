@@ -27,8 +27,8 @@ _OF_TORCH = ("params", "param_names")
 
 @dataclass(frozen=True, slots=True)
 class GivenOptimizer:
-    """User's optimizer with the parameter group of each parameter; ``factory`` makes an equal optimizer over the
-    engine's flat buckets (1-D tensors of many parameters).
+    """User's optimizer, and the index of each parameter's group; ``factory`` makes an optimizer of the same class and
+    defaults over the engine's flat buckets (1-D tensors of many parameters).
     """
 
     optimizer: torch.optim.Optimizer
@@ -44,8 +44,8 @@ def read_optimizer(
     """Returns class, parameter groups and options of the user's ``optimizer`` over the parameters of ``model``.
 
     Raises:
-        ConfigError: the optimizer has parameters outside of ``model``, has made steps, or cannot be made again from its
-            defaults; or ``config`` has parameter groups too.
+        ConfigError: the optimizer has parameters outside of ``model``, has made steps, or needs a constructor argument
+            that its ``defaults`` lack; or ``config`` has parameter groups too.
     """
     kind = type(optimizer).__name__
     if config is not None and (config.groups or config.no_weight_decay):
@@ -65,8 +65,8 @@ def read_optimizer(
 
 
 def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, notes: Iterable[str]) -> Config:
-    """Returns ``config`` with additional notes for the user: ``notes``, and one for each section that an argument
-    replaces.
+    """Returns ``config`` with additional notes for the user: ``notes``, one if ``optimizer`` replaces type and params
+    of the section ``optimizer``, and one if ``lr_scheduler`` replaces the section ``scheduler``.
 
     A replaced section ``scheduler`` is removed. A replaced section ``optimizer`` stays, but its type and params have no
     effect.
@@ -183,7 +183,7 @@ def assign_groups(
 
     Groups are numbered in the order of their first parameters. A tied parameter appears under its first name. With
     several optimizers, each parameter belongs to the first one with a ``match`` for its name, or else to the last.
-    Optimizers of matrices take only 2-D parameters.
+    Optimizers of matrices leave parameters that are not 2-D to later optimizers.
 
     Raises:
         ConfigError: a pattern matches no trainable parameter, or an optimizer of matrices is last and a remaining

@@ -219,7 +219,8 @@ class ElasticBatch(NamedTuple):
 def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatch | None:
     """Computes the batch sizes for an ``elasticity`` section; returns None and adds a problem if a value is wrong.
 
-    The rows per step are chosen to form whole microbatches for as many different GPU counts as possible.
+    ``rows``, the batch size of a step, is chosen so that as many GPU counts as possible split it into whole
+    microbatches; ``micro`` is the smallest listed microbatch that divides it.
     """
     most = _read(_SIZE, section, "max_train_batch_size", 2000, problems)
     micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)
@@ -328,7 +329,8 @@ class ForwardKeywords:
     def at(self, steps: int) -> dict[str, Any]:
         """Returns the keyword arguments that the model's forward gets after ``steps`` steps.
 
-        Skipped steps count too. The result is empty if no feature is enabled.
+        Skipped steps count too. The result is empty if neither progressive layer drop nor curriculum learning by
+        sequence length is enabled.
         """
         given: dict[str, Any] = {}
         if self.layer_drop is not None:

@@ -54,8 +54,8 @@ class Moved:
 class Feature:
     """Treatment of a DeepSpeed section: ignored while its key ``switch`` is off, an error while it is on.
 
-    A note replaces the error if training is the same without the section (``noted``), or if ``engine.deepspeed``
-    implements it (``passed``).
+    A note replaces the error if ``noted`` is True (training is the same without the section), or if ``passed`` is True
+    (``engine.deepspeed`` implements the section).
     """
 
     reason: str
@@ -73,8 +73,8 @@ class Feature:
 class WithMode:
     """Treatment of a DeepSpeed key in the section ``activation_checkpointing``.
 
-    Values in ``idle`` are ignored. If the section sets ``mode`` and ``target`` is not empty, any other value sets the
-    Trine key ``target`` to ``becomes``; otherwise, the user gets a note that it changes nothing.
+    Values in ``idle`` are ignored. For any other value, the Trine key named in ``target`` gets the value ``becomes``.
+    If ``target`` is empty or the section lacks ``mode``, a note says that the DeepSpeed key changes nothing.
     """
 
     idle: tuple[object, ...]

@@ -63,8 +63,8 @@ class _Scheduled(UpdateScheduler):
 class LRRangeTest(_Scheduled):
     """Scheduler that raises the learning rate without end, to find the largest rate with stable training.
 
-    In each ``lr_range_test_step_size`` updates, the rate grows by the initial rate times ``lr_range_test_step_rate``,
-    linearly or, with ``lr_range_test_staircase``, in steps.
+    The rate is ``lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval)``. ``interval`` is the number of
+    updates divided by ``lr_range_test_step_size``, rounded down with ``lr_range_test_staircase``.
     """
 
     _rule = staticmethod(lr_range_test)

@@ -100,7 +100,7 @@ class PipelineParallelGrid:
     def topology(self) -> ProcessTopology:
         """Returns the grid as a ``ProcessTopology`` with the axes "pipe", "data" and "model", outermost first.
 
-        If the configuration orders ranks as "tp-pp-dp" (innermost first), "data" is before "pipe".
+        If the configuration has the rank order "tp-pp-dp", the axes are "data", "pipe" and "model".
         """
         grid = self._grid
         if grid.order == "tp-pp-dp":
