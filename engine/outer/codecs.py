@@ -87,8 +87,8 @@ def make_delta_codec(name: str, *, density: float = 0.03, bits: int = 32, chunk:
 
     Args:
         density: share of the elements of each chunk that top-k sends, above 0 and up to 1.
-        bits: bits per sent value: 32 (fp32), or 2 (its sign, and a choice between the chunk's low and high mean
-            magnitude).
+        bits: bits per sent value: 32 (fp32), or 2 (one for its sign, one that replaces its magnitude by the mean of the
+            lower or of the upper half of the chunk's sent magnitudes).
         chunk: number of elements of a chunk.
 
     Raises:
@@ -307,8 +307,8 @@ def encode_with_feedback(codec: DeltaCodec, values_n: Tensor, residual_n: Tensor
 
         wanted = values + decay * residual;  message = encode(wanted);  residual = wanted - decode(message)
 
-    Overwrites ``residual_n``, fp32 [n], the previous message's encoding error, with the new error; non-finite elements
-    become 0.
+    Overwrites ``residual_n``, fp32 [n], the previous message's encoding error, with the new error, in which non-finite
+    elements become 0.
     """
     wanted_n = values_n.detach().double() + decay * residual_n.double()
     message_m = codec.encode(wanted_n)

@@ -73,11 +73,11 @@ class LocalPiece:
         return found
 
     def put(self, values: Tensor, chosen: Tensor) -> None:
-        """Copies ``chosen`` into ``values`` in place; the other elements of ``values`` do not change.
+        """Puts ``chosen`` in place of the elements of ``values`` that this rank pushes; the others do not change.
 
         Args:
             values: one value for each element of the piece, [elements].
-            chosen: new values of the elements that this rank pushes.
+            chosen: new values of the pushed elements.
         """
         assert self.pushed is not None, "this rank pushes none of them"
         copy_shared(chosen, self.pushed, values, self.pulled)
@@ -126,7 +126,7 @@ def find_pieces(
 ) -> LocalPieces:
     """Returns the pieces of tensors that the rank at ``coord`` updates, and the model's fragments (groups of tensors).
 
-    The fragments are equal on all ranks and for every parallel layout.
+    All ranks and all parallel layouts get the same fragments.
 
     Args:
         plan: plan with the tensors and the parallel layout of this engine.

@@ -195,7 +195,7 @@ class StoreLink(Protocol):
     """Interface through which one rank of a training site reaches the stores, which merge the weights of all sites.
 
     ``life`` is the number of one run of the site. Each call with a ``life`` renews the lease of that run; a run with an
-    expired lease counts as lost. ``fragment`` is the position of a group of tensors in the result of ``divide``. No
+    expired lease counts as lost. ``fragment`` is the number of a group of tensors that one store merges together. No
     method waits for a merge.
     """
 

@@ -100,7 +100,7 @@ class OuterLoop(StepPart):
     """Exchange of gradients or weights with other training sites, through stores, in each training step.
 
     Args:
-        weights: conversion between this rank's tensors and its messages.
+        weights: converter of this rank's weights and gradients to messages, and back.
         rates: learning-rate schedule of this site; each push contains the current rates.
         open_link: callback that opens the connection of this rank to the stores.
     """
@@ -165,9 +165,11 @@ class OuterLoop(StepPart):
         """Pushes the step's gradients, and waits for the store's answer, before the optimizer runs.
 
         With ``Content.SUMS``, the answer is the gradients summed over all sites; they replace the step's gradients.
-        Otherwise it is new weights, which the optimizer copies. Does nothing if sites push weight differences. Returns
-        the error of the exchange, else ``step.problem`` (earlier error of the step, or None). All ranks of the site
-        call it.
+        With ``Content.GRADIENTS``, it is new weights, which the optimizer copies. With ``Content.DELTAS``, nothing is
+        pushed.
+
+        Returns the error of the exchange, else ``step.problem`` (earlier error of the step, or None). All ranks of the
+        site call it.
         """
         if self._content is Content.DELTAS:
             return step.problem

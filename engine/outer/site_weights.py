@@ -45,8 +45,9 @@ class Anchors:
         """True once the anchors have values, from the store or from a checkpoint."""
 
     def of(self, piece: LocalPiece, kind: str = ANCHOR) -> Tensor:
-        """Returns a view of the anchors (reference weights) of ``piece``, fp32 [elements]; of its encoding errors if
-        ``kind`` is ``FEEDBACK``.
+        """Returns a view of the anchors (reference weights) of ``piece``, fp32 [elements].
+
+        If ``kind`` is ``FEEDBACK``, returns a view of its encoding errors instead.
         """
         return piece.within(self._owned[kind][piece.flat.bucket.index])
 
@@ -153,8 +154,9 @@ class SiteWeights:
         If sites push weight differences, also sets the anchor to ``body``. All-gathers parameters, label "parameters".
 
         Args:
-            alone: True: the new weights are ``body``. False: they are body + (weight - anchor), with the weight after
-                the last exchange as the anchor; with ``outer.mixing`` = m, m * weight + (1 - m) * body.
+            alone: True: the new weights are ``body``. False: they are body + (weight - anchor) if ``outer.mixing`` is
+                None, else m * weight + (1 - m) * body, where m is ``outer.mixing``. The anchor is the weight after the
+                last exchange.
         """
         mixing = self._outer.mixing
         for flat in self.local.buckets(fragment):

@@ -106,7 +106,7 @@ def peak_of_row(
     """Returns the peak of live bytes on a rank that runs ``actions`` in order, and the action at the peak.
 
     Args:
-        releases: for each action, indices of earlier actions; the tensors that they sent are freed before this action.
+        releases: for each action, the indices of earlier actions with sent tensors that are freed just before it.
         memory_of: function that returns the memory change of an action.
         base: live bytes between steps, without message buffers.
         end_rise: bytes by which the peak of the final gradient reduction exceeds the live bytes after the last action.

@@ -296,7 +296,7 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Returns the number of ranks on one node that belong to the same group of data and context ranks. Without
+    """Returns the number of ranks on one node that sum their gradients together (over data and context). Without
     ``parallel.gpus_per_node``, counts the whole grid as one node.
     """
     node, grid = config.parallel.gpus_per_node, config.grid(0)
@@ -451,7 +451,7 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
     """Returns a rank's control traffic per step, such as all-reduces of totals and checks that ranks have equal
     batches.
 
-    ``world``: number of ranks. ``experts``: number of experts, over all layers, with token counts in the totals.
+    ``world``: number of ranks. ``experts``: number of token counts among the totals, one per expert and layer.
     """
     tally, replica = Tally(), config.grid(0).size("replica")
     if world > 1:

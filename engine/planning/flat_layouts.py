@@ -39,8 +39,8 @@ class Users:
     """Gather groups; None if parameters are not sharded."""
 
     def stages(self, row: ShardRow, pp: int) -> tuple[int, ...]:
-        """Returns the stages of pipeline rank ``pp`` that use the parameter ``row``; always () if the rank has only one
-        stage.
+        """Returns the stages of pipeline rank ``pp`` that use the parameter ``row``. If the rank has only one stage,
+        returns (), which stands for that stage.
         """
         here = self.stages_of_rank[pp]
         if self.partition is None or len(here) == 1:
@@ -178,7 +178,7 @@ def without_unread_heads(
 ) -> tuple[tuple[Replacement, ...], tuple[str, ...]]:
     """Returns (``replacements`` without unusable chunked language-model heads, one note for each removed head).
 
-    A head is unusable if the loss cannot read its weight, which is on an earlier pipeline stage or freed by ZeRO 3.
+    A head is unusable if its weight is not on the loss's pipeline stage, or is freed by ZeRO 3 before the loss.
     """
     users, names = layouts.users, {id(parameter): name for name, parameter in model.named_parameters()}
     stage = max(max(stages) for stages in users.stages_of_rank)

@@ -20,9 +20,9 @@ from engine.zero.wire_formats import WireFormats
 
 
 def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
-    """Returns the values of ``offload_optimizer.ratio`` at which another bucket (flat buffer) moves to the host.
+    """Returns the highest ``offload_optimizer.ratio`` for each possible set of buckets (flat buffers) on the host.
 
-    They ascend from 0 to 1. A ratio between two of them acts as the higher one.
+    The values ascend from 0 to 1. A ratio between two of them acts as the higher one.
     """
     found = {0.0, 1.0}
     for layout in layouts:

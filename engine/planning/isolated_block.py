@@ -55,7 +55,7 @@ class BlockBytes(NamedTuple):
 class IsolatedBlock:
     """Copy of the module ``name`` of a model, for measurements of its time and memory.
 
-    ``selective``: rule that names the operators with outputs stored for recomputation; None: no selective
+    ``selective``: rule that names the operators with outputs that are stored instead of recomputed; None: no selective
     recomputation.
 
     Raises:
@@ -83,7 +83,7 @@ class IsolatedBlock:
 
     def time(self, arguments: Arguments) -> Seconds:
         """Runs the copy's forward and backward once with random tensors in the shapes of ``arguments``; returns the
-        seconds of both.
+        seconds of each.
         """
         return self._run(_Given(arguments, self._device), nullcontext())[0]
 

@@ -104,7 +104,8 @@ def flop_costs_only(trace: ModelTrace) -> Costs:
 def profile_run(program: Program, example: Batch, config: Config, stages: int, device: torch.device) -> Costs:
     """Measures time and memory of each module call of one training microbatch on ``device``.
 
-    Communicates nothing, and leaves the model unchanged. ``stages``: number of pipeline stages to trace.
+    Communicates nothing, and leaves the model unchanged. ``stages``: number of pipeline stages; if the model has fewer
+    blocks, parts of blocks count as calls.
 
     Raises:
         PlanError: the model cannot be traced.
@@ -130,11 +131,11 @@ def measure_calls(
     run: tuple[Precision, torch.device],
     ways: Mapping[str, Selective] = MappingProxyType({}),
 ) -> Costs:
-    """Measures copies of the modules that ``trace`` calls, and returns the costs, as FLOPs if nothing could be
-    measured.
+    """Measures copies of the modules that ``trace`` calls, and returns seconds and memory of each call; FLOPs instead
+    of seconds if nothing could be measured.
 
-    ``material``: recorded arguments of the calls. ``run``: (precision, device). ``ways``: selective recomputation by
-    name of the module.
+    ``material``: recorded arguments of the calls. ``run``: (precision, device). ``ways``: rules of selective
+    recomputation by module name.
     """
     _, device = run
     units = tuple(call.unit for call in trace.calls)

@@ -132,11 +132,10 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
 def wrong_outside_blocks(
     plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
 ) -> tuple[str, ...]:
-    """Returns the names of sharded layers outside the model's blocks; if these stay unsharded, the forward of ``plan``
-    succeeds.
+    """Returns the names of sharded layers outside the model's blocks that make the forward of ``plan`` fail.
 
-    If no such layers are found, returns all sharded layers outside blocks. ``failure``: function that runs a plan's
-    forward and returns its error, or None.
+    The forward succeeds if only these layers stay unsharded. If no such layers are found, returns all sharded layers
+    outside blocks. ``failure``: function that runs a plan's forward and returns its error, or None.
     """
     styles, blocks = match_styles(model, plan.patterns), find_units(model).blocks
     outside = [name for name in styles if not any(is_inside(name, block) for block in blocks)]

@@ -74,8 +74,8 @@ class Precision:
         configured.
 
         Args:
-            whole: True for a forward of the full model, which finds out if later ones need casts; False for a pipeline
-                stage's.
+            whole: True for a forward of the full model, False for a part of it. If the first full forward needs no
+                casts of operands, later forwards make none.
         """
         if self.operands is not None:
             return self.operands.forward(whole)

@@ -134,8 +134,8 @@ _WIDE = (torch.float32, torch.float64)
 def put_casts(model: nn.Module, kept: KeptFp32, compute: torch.dtype | None, patches: ForwardPatches) -> None:
     """Makes modules of ``model`` cast their inputs to the dtype in which they compute, until ``patches`` are removed.
 
-    Modules of ``kept`` compute in fp32, and torch layers in the dtype of their parameters. ``compute``: bf16 or fp16;
-    None: does nothing.
+    Modules of ``kept`` compute in fp32; torch's own layers outside them compute in the dtype of their parameters.
+    ``compute``: bf16 or fp16; None: does nothing.
     """
     if compute is None:
         return

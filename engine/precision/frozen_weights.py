@@ -151,7 +151,7 @@ def refuse_foreign_codes(model: nn.Module, config: Config) -> None:
 
     Raises:
         ConfigError: the configuration shards, gathers, quantizes or checkpoints these weights.
-        PlanError: the weights have a floating dtype, so it is unknown if they are quantized.
+        PlanError: a weight of bitsandbytes has a floating dtype, so that its data may be codes or plain values.
     """
     weight = next(_found(model), None)
     if weight is None:

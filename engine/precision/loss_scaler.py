@@ -34,8 +34,9 @@ class LossScale:
     def after(self, overflow: bool) -> "LossScale":
         """Returns the loss scale of the next step.
 
-        A dynamic scale halves on overflow, after ``hysteresis`` - 1 ignored overflows, and doubles after ``window``
-        steps in a row without overflow.
+        A dynamic scale doubles after ``window`` steps in a row without overflow, and halves on overflow, except that
+        ``hysteresis`` - 1 overflows are ignored first. Their count restarts when the scale doubles; with
+        ``consecutive``, after each step without overflow.
 
         Args:
             overflow: True if this step had non-finite gradients.

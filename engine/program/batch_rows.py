@@ -22,8 +22,8 @@ Name = str | int
 class BatchRows:
     """Rule for splitting the tensors of a batch into microbatches along dim 0 (rows).
 
-    Tensors named in ``whole`` are not split, nor are tensors at the paths ``learnt``, which have another leading dim
-    than the number of rows.
+    Tensors named in ``whole`` are not split. Tensors at the paths in ``learnt`` are not split either, because in an
+    example their leading dim was not the number of rows.
     """
 
     whole: frozenset[Name] = frozenset()
@@ -34,8 +34,8 @@ class BatchRows:
     def of(whole: Name | Sequence[Name], example: Batch, micro: int) -> "BatchRows":
         """Returns the rule for batches like ``example``, a microbatch of ``micro`` rows.
 
-        Tensors in ``whole`` are not split. Tensors with a leading dim other than ``micro`` are not split either, unless
-        no tensor in ``example`` has leading dim ``micro``.
+        Tensors in ``whole`` are not split. If any tensor in ``example`` has leading dim ``micro``, tensors with another
+        leading dim are not split either; otherwise all other tensors are split.
         """
         leading = {path: tensor.shape[0] for path, tensor in tensors_by_path(example) if tensor.ndim}
         others = {path for path, rows in leading.items() if rows != micro} if micro in leading.values() else ()

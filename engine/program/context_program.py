@@ -108,8 +108,8 @@ class ContextProgram(Program):
             )
 
     def keeps_positions(self, trace: ModelTrace) -> bool:
-        """Returns True if, on each rank, all sharded tensors between modules of ``trace`` have the sequence positions
-        of this rank's part of the batch.
+        """Returns True if all sharded tensors passed between modules of ``trace`` contain, on each rank, the same
+        sequence positions as this rank's part of the batch.
         """
         last = max((call.event for call in trace.calls), default=0)
         specs = [call.output.spec for call in trace.calls]
@@ -117,9 +117,10 @@ class ContextProgram(Program):
         return all(self._sequences.is_plain(sets) for spec in specs for sets in _sets_in(spec, self._sequences))
 
     def check_trace(self, trace: ModelTrace) -> None:
-        """Checks that, on each rank, tensors between modules of the traced forward ``trace`` have the sequence
-        positions of this rank's part of the batch. Does nothing unless packed documents are divided by work
-        (``plan.by_work``).
+        """Checks that tensors passed between modules of the traced forward ``trace`` contain, on each rank, the same
+        sequence positions as this rank's part of the batch.
+
+        Does nothing unless packed documents are divided into parts of equal attention work (``plan.by_work``).
 
         Raises:
             EngineError: a tensor has other positions.

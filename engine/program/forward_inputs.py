@@ -77,8 +77,8 @@ class ForwardInputs:
     ) -> "ForwardInputs":
         """Returns the rule that selects arguments of ``model.forward`` from a microbatch.
 
-        ``separate_loss``: True if there is a loss function. ``stated``: the user's ``inputs``; None: the signature of
-        forward selects. ``without``: keys that forward never receives.
+        ``stated``: the user's ``inputs``; None: the signature of forward selects if ``separate_loss`` is True (there is
+        a loss function), else nothing is left out. ``without``: keys that forward never receives.
         """
         follows = separate_loss and stated is None
         signature = ForwardSignature.of(model) if follows else ForwardSignature()

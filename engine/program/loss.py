@@ -213,8 +213,9 @@ class RowGather:
         forward     rows [b, ...] of each data rank -> [N*b, ...] on all N of them      all-gather over dp
         backward    gradients [N*b, ...] of each rank -> sum for its own rows [b, ...]  reduce-scatter over dp
 
-    Before :meth:`open` it communicates nothing, and the result has only the right shape, for planning. Parameters get
-    the gradient of the mean of all ranks' losses; so each rank may compute the loss of the whole batch.
+    Before :meth:`open`, it communicates nothing and returns tensors that only have the right shape, for planning.
+    Parameters get the gradient of the mean of all ranks' losses, so that a loss of the whole batch that every rank
+    computes counts once.
     """
 
     def __init__(self, ranks: int = 1, uneven: bool = False) -> None:

@@ -136,9 +136,9 @@ class RouterReplay:
         self._waiting = []
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a function that opens a context in which blocks of the current forward can be recomputed later.
+        """Returns a function that opens a context for the recomputation of blocks of the current forward.
 
-        Routers then use ``routed_experts`` of the forward during which ``again`` was called, and nothing is recorded.
+        In the context, routers use ``routed_experts`` of that forward's batch, and nothing is recorded.
         """
         now = self._now
 
@@ -220,7 +220,7 @@ class RouterReplay:
             self._recorded = None
 
     def joined(self, recorded: Mapping[str, list[Tensor]], rows: int, comm: Comm, device: torch.device) -> Tensor:
-        """Returns, on every rank, the routers' choices that all pipeline stages have recorded.
+        """Returns, on every rank, the recorded choices of all routers, also of routers on other pipeline stages.
 
         The result is int32 [``rows``, positions, layers with routers, experts per token]. ``recorded``: this rank's
         choices by router name from :meth:`recording`, one tensor per microbatch, to be concatenated. ``rows``: rows of

@@ -113,8 +113,8 @@ def is_consequence(words: str) -> bool:
 def torchrun_error(sentence: str) -> str:
     """Returns the JSON text of the error file that reports this rank's failure ``sentence`` to torchrun.
 
-    torchrun takes the earliest file as root cause. Errors that follow from another rank's failure get a timestamp 2
-    seconds in the future.
+    torchrun takes the earliest file as root cause. If ``sentence`` is a consequence of another rank's failure (see
+    ``is_consequence``), its timestamp is 2 seconds in the future.
     """
     late = _AFTER_SECONDS if is_consequence(sentence) else 0
     told = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}

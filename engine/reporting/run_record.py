@@ -57,8 +57,8 @@ class RunRecord:
         self._in_steps, self._attempts, self._stopped = 0.0, 0, False
 
     def take(self, report: StepReport, sent: Tally, due: bool) -> None:
-        """Counts a training step. If ``due``, this rank replaces its ``rank-N.json``, and rank 0 also appends to
-        ``steps.jsonl``.
+        """Counts a training step and its seconds. If ``due``, this rank rewrites its ``rank-N.json`` with these counts
+        and the step's traffic, and rank 0 also appends ``report`` to ``steps.jsonl``.
 
         After a failed write, it warns and writes no further files.
 

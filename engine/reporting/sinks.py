@@ -153,7 +153,7 @@ class StepReporter:
             step: state of the step on this rank.
             outcome: result of the step, equal on every rank.
             plan: plan of the run.
-            made: number of optimizer updates so far, the report's ``step``.
+            made: number of optimizer updates so far, for the field ``step`` of the report.
         """
         totals, world = outcome.totals, self._comm.grid.world_size
         self._elements = self._elements or plan.table.elements

@@ -184,8 +184,9 @@ def line_parts(report: StepReport) -> list[str]:
 
 
 def trouble(report: StepReport) -> str:
-    """Returns the progress line's text about a skipped step, with the non-finite value and its ranks; "" for other
-    steps.
+    """Returns the progress line's text about a skipped step; "" for other steps.
+
+    It names the value that was not finite, such as "the loss", and the ranks with such a value.
     """
     where = f" on rank {', '.join(map(str, report.nonfinite_ranks))}" if report.nonfinite_ranks else ""
     return f"SKIPPED: {report.nonfinite} not finite{where}" if report.skipped else ""

@@ -39,7 +39,7 @@ class DamagedBodyError(StoreRefusedError):
 
 @dataclass(frozen=True, slots=True)
 class BodyKey:
-    """Identity of a body: the payload of a push or of initial weights, from one rank and for one group of tensors."""
+    """Key of a body. A body is the content of a push, or initial weights, of one rank for one group of tensors."""
 
     life: int
     rank: int
@@ -100,7 +100,7 @@ def frame(head: object, data: bytes | memoryview = b"") -> bytes:
 
 
 class FrameReader:
-    """Reader of a request made by ``frame``, while its content arrives in pieces.
+    """Reader of a request that arrives in pieces: JSON, then data, in the format that ``frame`` writes.
 
     It refuses JSON above 1 MiB, and data above 4 MiB.
     """
@@ -180,12 +180,13 @@ class Uploads:
         return Arrived(upload.arrived if upload is not None and is_known else 0, None)
 
     def add(self, key: BodyKey, part: BodyRange, data: memoryview, now: float) -> bytearray | None:
-        """Appends ``data``, range ``part``, to the body ``key`` (payload of a push or initial weights).
+        """Appends ``data`` to the body that ``key`` identifies (payload of a push, or initial weights).
 
         Returns the body if it is complete, else None. Ignores a range that does not begin at the end of the arrived
         bytes.
 
         Args:
+            part: position of ``data`` in the body, and hashes.
             now: time in seconds, from which ``expire`` counts.
 
         Raises:

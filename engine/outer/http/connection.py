@@ -187,11 +187,12 @@ class StoreConnection:
     ) -> PushState:
         """Sends ``body`` to ``path`` range by range, and returns the state of the push.
 
-        After a failed request, asks the store for the number of arrived bytes, and continues there.
+        A request contains JSON and then the bytes of one range. After a failed request, asks the store for the number
+        of arrived bytes, and continues there.
 
         Args:
-            head: function from the position of a range to the JSON that precedes its bytes.
-            where: function from the hash of ``body`` to a request for the number of arrived bytes.
+            head: function that takes the position of a range, and returns the JSON of its request.
+            where: function that takes the hash of ``body``, and returns a request for the number of arrived bytes.
 
         Raises:
             StoreRefusedError: the store refuses the body, or the body has arrived damaged 4 times.
@@ -226,10 +227,10 @@ class StoreConnection:
         return arrived.state
 
     def receive(self, where: Mapping[str, int]) -> Tensor:
-        """Downloads merged weights range by range, fp32 [elements]. Resumes interrupted downloads.
+        """Downloads merged weights range by range, and returns them, fp32 [elements]. Resumes interrupted downloads.
 
         Args:
-            where: query of the request: numbers by the names "life" (run of the site), "rank", "fragment" and
+            where: query parameters of the request: "life" (number of the site's run), "rank", "fragment" and
                 "version".
 
         Raises:

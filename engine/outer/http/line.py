@@ -119,8 +119,10 @@ class HttpLink:
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
         """Sends this rank's initial weights of ``fragment`` to the fragment's store.
 
-        ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes]. If the store takes another
-        site's initial weights instead, raises StoreRefusedError with one store, and no error with several.
+        If the store takes another site's initial weights instead, raises StoreRefusedError if it is the only store, and
+        returns normally if there are several.
+
+        ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes].
         """
         number = self._number(fragment)
         own = self._life(life, number)
@@ -183,7 +185,8 @@ class HttpLink:
         """Renews the site's lease on every store. When a lease ends, the store counts the site as lost.
 
         Raises:
-            GridError: after all stores were asked, if one of them does not answer this request or another thread's.
+            GridError: after all stores were asked, if one does not answer, or has left a request of another thread
+                unanswered so far.
         """
         silent: GridError | None = None
         for number, store in enumerate(self._stores):
@@ -237,7 +240,8 @@ def joined_lives(lives: Sequence[int]) -> int:
 
 
 def life_on(number: int, life: int, stores: int) -> int:
-    """Returns the number of a site's run on store ``number``, from ``life``, which packs its numbers on all ``stores``
-    stores.
+    """Returns the number by which store ``number`` knows a site's run.
+
+    ``life``: the run's numbers on all stores, packed into one integer. ``stores``: number of stores.
     """
     return life if stores == 1 else (life >> LIFE_BITS * number) & ((1 << LIFE_BITS) - 1)

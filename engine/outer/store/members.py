@@ -69,8 +69,8 @@ class Life:
 
 @dataclass(slots=True)
 class Members:
-    """All runs (lives) of training sites by number, and data rows that each site has trained up to its last merged
-    push.
+    """All runs (lives) of training sites by number, and for each site the number of data rows trained up to its last
+    merged push.
     """
 
     lives: dict[int, Life] = field(default_factory=dict)

@@ -42,8 +42,8 @@ class FlatTensors:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], int]], groups: int) -> "FlatTensors":
-        """Returns the positions of ``tensors`` after concatenation in this order into one flat tensor per parameter
-        group.
+        """Returns the positions of ``tensors`` in flat tensors, one per parameter group. Each flat tensor concatenates
+        its group's tensors in the order of ``tensors``.
 
         Args:
             tensors: (name, shape, number of the parameter group) of each tensor.

@@ -36,8 +36,8 @@ class DifferentMergeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MergedVersion:
-    """One version of a fragment's weights, with total loss, total weight and number of pushes of the merge that made
-    it.
+    """One version of a fragment's weights, with total loss, total loss weight and number of pushes of the merge that
+    made it.
     """
 
     number: int
@@ -160,8 +160,8 @@ class StoreState:
     # ------------------------------------------------------------------ members
 
     def set_model(self, model: Event) -> None:
-        """Divides the tensors of ``model``, a result of ``model_record``, into fragments (groups that are merged
-        together).
+        """Divides the tensors of ``model``, a result of ``model_record``, into groups that are merged together, and
+        adds the groups of this store to ``fragments``.
 
         Raises:
             ValueError: the tensors cannot be divided into the configured fragments.

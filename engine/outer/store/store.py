@@ -109,7 +109,7 @@ class Store:
     # ------------------------------------------------------------------ members
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new run (life) of a training site, and ends its earlier one; complete earlier pushes remain.
+        """Starts a new run (life) of a site, and ends its earlier run; complete pushes of the earlier run are merged.
 
         Raises:
             StoreRefusedError: the site's settings or model differ from the store's.
@@ -194,7 +194,7 @@ class Store:
         ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes].
 
         Raises:
-            StoreRefusedError: the store chose another run to send them, their size is wrong, or a value is not finite.
+            StoreRefusedError: another run must send the initial weights, ``body`` has a wrong size, or is not finite.
         """
         with self._request():
             found, part = self._find(life), self._fragment(fragment)

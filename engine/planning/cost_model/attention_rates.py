@@ -11,7 +11,7 @@ _OTHER_LINKS = frozenset(("pcie", "nvl"))
 
 
 def asked_method(config: Config, card: str | None) -> AskedMethod:
-    """Returns the configured method of context-parallel attention, with the rates that "auto" compares.
+    """Returns the configured method of context-parallel attention, and GPU and link speeds for the method "auto".
 
     ``card``: the vendor's name of the GPU; None: unknown.
     """

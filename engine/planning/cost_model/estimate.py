@@ -121,8 +121,10 @@ def working_bytes(work: Workload, layout: TrainingLayout, traits: EngineTraits) 
 
 
 def blocks_held(layout: TrainingLayout, blocks: float, microbatches: float) -> float:
-    """Returns the number of (block, microbatch) pairs with activations on the GPU: ``blocks`` of the rank times
-    ``microbatches`` in flight. If block inputs are on the host, it is at most 2.
+    """Returns the number of (block, microbatch) pairs with activations on the GPU: ``blocks`` * ``microbatches``, but
+    at most 2 if block inputs are on the host.
+
+    ``blocks``: number of blocks of the rank. ``microbatches``: number of microbatches in flight.
     """
     return min(2.0, blocks * microbatches) if layout.inputs == "host" else blocks * microbatches
 

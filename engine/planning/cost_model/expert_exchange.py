@@ -94,8 +94,9 @@ class ExpertExchange:
         return (received + given) * (self._row_bytes + self._result_bytes)
 
     def forward_bytes(self, rows: ExchangedRows) -> float:
-        """Returns the bytes that a rank sends in the forward of one call. ``rows``: numbers of rows that it sends and
-        receives.
+        """Returns the bytes that a rank sends in a forward of the MoE layer: rows, results of received rows, counts.
+
+        ``rows``: numbers of sent and received rows.
         """
         return rows.gives * self._row_bytes + rows.gets * self._result_bytes + self._routing_bytes
 

@@ -88,7 +88,8 @@ def longest_length(memory_of: Callable[[int], float], limit: float, step: int) -
 
 
 def long_layouts(work: Workload, world: int, node: int) -> Iterator[TrainingLayout]:
-    """Yields all layouts of ``world`` ranks that the model allows, for one long row per data rank.
+    """Yields all layouts of ``world`` ranks that the model allows, with one sequence in each microbatch and as many
+    microbatches as pipeline ranks.
 
     ``node``: number of GPUs per node; the tensor ranks of a layout are within one node.
     """
@@ -107,10 +108,11 @@ def long_layouts(work: Workload, world: int, node: int) -> Iterator[TrainingLayo
 def longest_runs(
     work: Workload, layouts: Iterator[TrainingLayout], memory_bytes: float, sample: LengthSample | None = None
 ) -> list[LongestRun]:
-    """Returns the longest row that fits in memory for each layout, the longest first.
+    """Returns the longest sequence that fits in memory for each layout: layouts with counted bytes first, then all
+    others; both groups by descending length.
 
     ``memory_bytes``: memory of a GPU. ``sample``: function that counts the bytes of a layout's blocks in a dry run
-    (tensors without data); None: formulas only. Layouts with counted bytes come before all others.
+    (tensors without data); None: formulas only.
     """
     limit, curves = USABLE * memory_bytes, dict[Hashable, "_BlockCurves"]()
     runs = sorted((_longest(work, layout, limit, None) for layout in layouts), key=_order)

@@ -177,10 +177,10 @@ class LayoutChoice:
     The caller plans each layout in detail and passes the plan's bytes to :meth:`learn`, which corrects later estimates.
 
     Args:
-        ranked: estimates that fit by formulas, the fastest first.
-        limit: bytes of a rank that a layout may use.
+        ranked: estimates of layouts that fit according to formulas, the fastest first.
+        limit: bytes that a layout may use on one rank.
         working: function (estimate, fresh) that returns bytes of activations and buffers, or None to use formulas;
-            ``fresh`` is True if it may run blocks anew to count bytes, see :meth:`need`.
+            ``fresh`` True allows the function to run blocks anew to count bytes, see :meth:`need`.
     """
 
     def __init__(self, ranked: Sequence[LayoutEstimate], limit: float, working: Working = lambda *_: None) -> None:

@@ -57,7 +57,8 @@ class CommandJournal:
 
     Args:
         folder: existing or new folder of the journal.
-        dead_bytes: the file is rewritten if replaced records take more bytes than this, and more than half of the file.
+        dead_bytes: the file is rewritten if outdated records (forgotten, or followed by one of equal ``identity``) take
+            more bytes than this, and more than half of the file.
 
     Raises:
         CheckpointError: another process has the journal, or it is damaged.

@@ -127,8 +127,9 @@ def record_of(entry: FutureEntry) -> JournalRecord:
 
 
 def snapshot_record(line: ModelLine, kept: Iterable[FutureEntry]) -> JournalRecord:
-    """Returns the journal's record of a model's newest snapshot, with the results of the commands ``kept``, which must
-    have ended.
+    """Returns the journal's record of a model's newest snapshot.
+
+    ``kept``: ended commands; the record contains their results, because clients may still fetch them.
     """
     bodies, rows = list[bytes](), list[Any]()
     for entry in kept:

@@ -68,10 +68,10 @@ class RetainedForwards:
             own.backward = entry
 
     def record(self, command: Command | None, result: Result, now: float) -> None:
-        """Updates the list after ``command``: adds the forward that it retained, or removes forwards that it used or
-        dropped.
+        """Updates the list at the end of ``command``: adds the forward that the command retained, or removes forwards
+        that the command used or dropped.
 
-        ``command`` has ended with ``result`` at time ``now`` (seconds).
+        If ``command`` is None, nothing changes. ``result``: result of the command. ``now``: time of its end in seconds.
         """
         match command:
             case ForwardTensors(model=model, ticket=ticket) if ticket and not isinstance(result, Failure):
@@ -83,9 +83,10 @@ class RetainedForwards:
                     del self._waiting[ticket]
 
     def above(self, size: int) -> Iterator[DropTicket]:
-        """Yields at most one command, which drops the oldest retained forward without an accepted backward.
+        """Yields a command that drops the oldest retained forward, if ``size`` exceeds the limit of bytes.
 
-        Yields nothing if ``size`` is within the limit of bytes, or while an earlier drop command has not run.
+        Passes over forwards with a backward that waits or runs. Yields nothing while an earlier drop command has not
+        run.
 
         Args:
             size: bytes that retained forwards take on the rank with most of them.
