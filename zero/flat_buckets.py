@@ -78,8 +78,8 @@ class FlatBucket:
 
     @property
     def rounds_in_gathers(self) -> bool:
-        """True if the quantized all-gather after an update also rounds this rank's own parameters to quantized values.
-        It does if the bucket is not sharded and has an fp32 master, which is not rounded.
+        """True if the quantized all-gather after an update also rounds this rank's own parameters to quantized values:
+        the bucket is not sharded, and its fp32 master stores the unrounded values.
         """
         return self.codec is not None and self.wide is not None and not self.sharded
 
@@ -126,8 +126,7 @@ class FlatBucket:
         """Frees the memory of ``params`` of a sharded bucket. Views of ``params`` are valid again after :meth:`reserve`
         and a gather.
 
-        Memory shared with NumPy, another process or state-dict entries stays allocated; ``params`` then moves to new
-        memory.
+        NumPy, another process or state-dict entries retain memory that they share with ``params``.
         """
         if self.apart or not self.params.untyped_storage().resizable():
             self.move()
@@ -153,10 +152,11 @@ class FlatBucket:
 
 
 def lay_apart(tensor: Tensor, storages: Storages) -> None:
-    """Gives ``tensor``, a slice of larger memory, its own storage object over only its bytes, so that a pickle has no
-    other data. Copies nothing.
+    """Gives ``tensor``, a slice of larger memory, its own storage object over only its bytes, so that a pickle contains
+    only these bytes. Copies nothing.
 
-    ``storages``: storage objects by (address, bytes). Tensors over the same bytes share one; a new one is added.
+    ``storages``: storage objects by (address, bytes). Tensors over the same bytes share an object; a new object is
+    added to ``storages``.
     """
     whole, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
@@ -171,8 +171,8 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
 
 
 def storages_of(parameter: nn.Parameter) -> Storages | None:
-    """Returns the storage objects of single parameters in the bucket of ``parameter``, by (address, bytes). Returns
-    None if the parameter is in no bucket.
+    """Returns the mapping (address, bytes) -> storage object for the bucket of ``parameter``. Each object covers the
+    bytes of one parameter. Returns None if the parameter is in no bucket.
     """
     made = vars(parameter).get("__reduce_ex__")
     storages: Storages | None = made.args[1] if isinstance(made, partial) and made.func is _reduce else None
@@ -235,8 +235,8 @@ class Ownership:
         return self.index if self.grid is None else self.grid.index(spread.sharding)
 
     def counts(self, spread: Spread) -> bool:
-        """Returns True if this rank includes its shard in the gradient norm: only the first of the ranks with equal
-        shards does.
+        """Returns True if this rank includes its shard in the gradient norm: only the first rank along
+        ``spread.shard_copies``, the axis of equal shards, does.
         """
         return self.grid is None or self.grid.is_first(spread.shard_copies)
 

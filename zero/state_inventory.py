@@ -284,8 +284,8 @@ class StateInventory:
                 )
 
     def companion_state(self) -> Iterator[StateTensor]:
-        """Yields the tensors that features store for each updated tensor: weight averages, and for DiLoCo the weights
-        and encoding errors of the last synchronization.
+        """Yields the tensors that weight averaging and DiLoCo store for each tensor of the optimizer: averages, and for
+        DiLoCo the weights and encoding errors of the last synchronization.
         """
         for companion in self.companions:
             yield from self.element_state(companion.tensors())

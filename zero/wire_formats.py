@@ -94,8 +94,8 @@ class WireFormats:
         return inside, ReductionHop("gradients across nodes", nodes, 1)
 
     def members(self, hop: int, index: int) -> tuple[int, ...]:
-        """Returns the ranks, including the rank ``index``, that exchange messages in all-to-all number ``hop`` of a
-        reduction, in the order of summation. Ranks are indices along ``axis``.
+        """Returns the ranks that exchange messages with the rank ``index`` in all-to-all number ``hop`` of a reduction.
+        The rank itself is included. The order is the order of summation. Ranks are indices along ``axis``.
         """
         first = index - index % self.ranks
         if len(self.hops) == 1:

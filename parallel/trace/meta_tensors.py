@@ -150,8 +150,8 @@ class MetaTwins:
         return map_leaves(twin, out)
 
     def write(self, operation: Operation) -> Tensor:
-        """Adds autograd edges from the meta twin of the tensor that ``operation`` writes in place to all inputs of the
-        operation, and returns the twin. Does not run the operation, which meta tensors do not support.
+        """Returns the meta twin of the tensor that ``operation`` writes in place. Adds autograd edges, so that the twin
+        depends on all inputs of the operation. Does not run the operation, which meta tensors do not support.
         """
         twin = self.of(operation.written[0])
         inputs = [self.of(tensor) for tensor in operation.tensors]
@@ -247,7 +247,7 @@ def is_trained_leaf(tensor: Tensor) -> bool:
 
 def depending(made: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """Returns a new meta tensor like ``made``, with autograd edges to the ``inputs`` that require a gradient; ``made``
-    itself if no edge is needed. A backward raises.
+    itself if no edge is needed. A backward through the edges raises ``NotImplementedError``.
     """
     graded = [tensor for tensor in inputs if tensor.requires_grad]
     if not (graded and torch.is_grad_enabled() and (made.is_floating_point() or made.is_complex())):

@@ -36,7 +36,7 @@ class FromValue(NamedTuple):
 
 
 class FromArgument(NamedTuple):
-    """Source of a leaf of a traced output: the leaf with index ``argument`` among all argument leaves of the call."""
+    """Source of a pytree leaf of a traced output: the pytree leaf number ``argument`` of the call's arguments."""
 
     argument: int
 
@@ -64,8 +64,8 @@ Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
 
 
 class Sample(NamedTuple):
-    """Description (source, shape, dtype) in the recorded arguments of a call, in place of a parameter or of a tensor
-    that depends on parameters.
+    """Stand-in (source, shape, dtype) for a parameter, or for a tensor that depends on parameters, in the recorded
+    arguments of a call.
     """
 
     source: int | str
@@ -85,8 +85,8 @@ other tensors.
 
 @dataclass
 class Material:
-    """Data of a trace for measurements of time and memory: arguments of the calls, and the bytes that each operation
-    between two calls saves for backward.
+    """Data of a trace from which time and memory are measured: arguments of the recorded module calls, and the bytes
+    that each operation between two of these calls saves for backward.
     """
 
     arguments: list[Arguments] = field(default_factory=list)
@@ -149,7 +149,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Record of one call of a unit. Units are the blocks, and the outermost of the other modules with parameters."""
+    """Record of one call of a unit. A unit is a block (repeated layer) or, outside blocks, an outermost module with
+    parameters.
+    """
 
     unit: str
     event: int

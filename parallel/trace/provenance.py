@@ -114,8 +114,8 @@ class TensorProvenance:
         return frozenset(self._buffers[id(tensor)] for tensor in tensors if id(tensor) in self._buffers)
 
     def read(self, tensors: Iterable[Tensor], reader: str, here: OpenCall | None) -> tuple[list[int], set[str]]:
-        """Returns (numbers of the traced tensors, names of the parameters) among ``tensors``, the inputs of an
-        operation or call. Records a problem for a tensor made inside another call and not returned by it.
+        """Returns the serial numbers of the traced tensors, and the names of the parameters, in ``tensors``: the inputs
+        of an operation or call. Records a problem for a tensor made inside another call and not returned by it.
 
         ``reader``: name of the operation or call, for error messages. ``here``: the module call in progress, or None.
         """
@@ -155,7 +155,7 @@ class TensorProvenance:
 
     def rewrite(self, sharing: list[Tensor], source: ValueSource) -> None:
         """Registers the tensors ``sharing``, which share one memory, as new traced tensors after an in-place write to
-        it. ``source``: origin of the write.
+        this memory. ``source``: the operation that wrote, with its inputs.
         """
         for tensor in sharing:
             inputs, before = source.inputs, self.forget(tensor)

@@ -293,8 +293,8 @@ def user_place() -> str:
 
 @contextmanager
 def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Replaces every ``autograd.Function.apply``, which torch function modes do not see, by the callback
-    ``show(function, args, kwargs)`` inside the context. The call returns the callback's result.
+    """Replaces every ``autograd.Function.apply``, which torch function modes do not see, inside the context: a call of
+    it calls ``show(function, args, kwargs)`` instead and returns the result.
     """
     original = torch.autograd.Function.__dict__["apply"]
     # modules that torch imports meanwhile keep this ``apply``, which afterwards must show nothing and keep nothing
@@ -317,7 +317,7 @@ def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]
 
 
 def checks_content(name: str) -> bool:
-    """Returns True if an operation with this name may raise an error for NaN elements, so that it cannot run on
-    placeholders.
+    """Returns True if an operation with this name may raise an error for NaN elements. It then cannot run on
+    placeholders, which may contain NaN.
     """
     return name in _RANDOM or name.startswith(("linalg_", "cholesky", "logdet", "slogdet"))

@@ -47,8 +47,8 @@ class Said:
 
 
 class GatherRounds:
-    """Agreement of data ranks on unplanned parameter gathers (ZeRO 3). Each round is one all-gather in host memory,
-    with the label "gather round".
+    """Rounds of messages in which data ranks request parameter gathers beyond the common gather order (ZeRO 3). Each
+    round is one all-gather in host memory, with the label "gather round".
 
     ``buckets``: number of buckets, the same on all ranks.
     """
@@ -120,8 +120,8 @@ class PassCalls:
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions in the gather order that a backward, running through the calls in reverse, reaches after it has
-        reached the same or a lower position. Parameters of these modules may have been freed by then.
+        """Positions in the gather order that break the descending order of a backward: it has already reached the same
+        or a lower position. Parameters of these modules may have been freed by then.
         """
         again, lowest = set(), None
         for position in reversed(self._positions):

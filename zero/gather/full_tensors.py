@@ -131,10 +131,10 @@ def _changes(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dic
 
 @contextmanager
 def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Yields parameter name -> flat copy of this rank's shard, for the parameters that match ``pattern``. The copy may
-    be empty. The end of the context stores the user's writes.
+    """Yields parameter name -> flat copy of this rank's shard in ``shards``, for the parameters that match ``pattern``.
+    The copy may be empty. The end of the context stores the user's writes.
 
-    Collective. At the end, data ranks all-gather the buckets with written master weights.
+    Collective. If the shards are master weights, data ranks all-gather the written buckets at the end.
     """
     chosen = _matching(shards, pattern)
     parts: dict[str, tuple[HeldPart, Tensor]] = {}

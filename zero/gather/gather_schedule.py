@@ -123,8 +123,8 @@ def _is_whole(bucket: Bucket, turn: Turn) -> bool:
 
 
 def stays_for_loss(layout: FlatLayout, stage: int, parameter: str) -> bool:
-    """Returns True if the loss can read ``parameter`` between the forward of ``stage`` and its backward: its bucket is
-    not sharded, or the stage's last gather group (modules gathered together) needs it.
+    """Returns True if the loss can read ``parameter`` between the forward and the backward of ``stage``: the
+    parameter's bucket is not sharded, or the stage's last gather group (modules gathered together) needs this bucket.
     """
     buckets = (*layout.buckets, *layout.frozen)
     turns = {turn for bucket in buckets for turn in bucket.gathers if turn.stage == stage}

@@ -71,9 +71,9 @@ class ParameterGatherer:
         buckets: trainable buckets, then frozen ones; ``order`` refers to their indices.
         order: order in which buckets are needed.
         pinned: buckets that stay gathered over all passes (forwards and backwards) of a step. None: all buckets,
-            gathered before the first pass; the number of passes may then differ between data ranks.
+            gathered before the first pass; data ranks may then run different numbers of passes.
         comm: sends all-gathers over dp, label "parameters", one batch for each group of modules in each pass.
-        start: callback that begins an engine backward, called if a gradient arrives outside a pass.
+        start: callback for a gradient outside a pass; it begins a backward of the engine.
         within: buckets with secondary shards (ZeRO++ hpZ), gathered once over dp, then within nodes.
     """
 
@@ -109,8 +109,8 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ the passes of a step
 
     def start(self, passes: Sequence[Action]) -> None:
-        """Sets the forwards and backwards ``passes`` of a step. A bucket stays gathered between two passes if the
-        second needs it at its start.
+        """Sets the forwards and backwards ``passes`` of a step. Buckets that a pass needs at its start stay gathered
+        from the pass before. Starts gathers only if ``pinned`` was None.
 
         Drops secondary shards (ZeRO++ hpZ) from earlier forwards.
         """
@@ -259,9 +259,10 @@ class ParameterGatherer:
     def around(self, group: int | None) -> AbstractContextManager[bool]:
         """Returns the context of a call of a module in gather group ``group`` (None: a module that contains groups).
 
-        Outside a pass (forward or backward of the engine), the context gathers the module's buckets, yields True for
-        the outermost call, and frees the buckets at its end. A call inside autograd's backward, such as recomputation,
-        first starts a pass. Inside a pass, the context only yields False.
+        It yields True only for an outermost call outside a pass (forward or backward of the engine).
+
+        Outside a pass, the context gathers the module's buckets and frees them at its end; inside a pass, it does
+        nothing. A call inside autograd's backward, such as recomputation, first starts a pass.
         """
         if self._pass is None and torch._C._current_graph_task_id() != -1:
             self._start_backward()

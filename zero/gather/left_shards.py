@@ -41,8 +41,8 @@ def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
 
 @torch.no_grad()
 def make_whole(model: nn.Module, gather: Callable[[Tensor], Sequence[Tensor]]) -> None:
-    """Gathers the parameters of ``model`` that a closed engine has left sharded, to full CPU tensors. Collective over
-    all ranks of the job; does nothing if no parameter is sharded.
+    """Replaces the data of the parameters of ``model`` that a closed engine has left sharded by full CPU tensors.
+    Collective over all ranks of the job; does nothing if no parameter is sharded.
 
     ``gather``: callback that all-gathers a tensor; returns one tensor per rank.
     """

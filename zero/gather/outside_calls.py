@@ -28,8 +28,8 @@ class OutsideCalls:
 
     @contextmanager
     def call(self, indices: frozenset[int]) -> Iterator[bool]:
-        """Gathers the buckets ``indices`` for a module call inside the context, and then frees the newly gathered
-        buckets. Yields True in the outermost call. Collective over dp.
+        """Gathers the buckets ``indices`` for a module call inside the context. Frees the newly gathered ones at the
+        end of the context. Yields True in the outermost of nested calls. Collective over dp.
         """
         if not self._depth:
             self._comm.join("a call of the model outside the engine")

@@ -45,7 +45,7 @@ class SecondaryShards:
     each bucket, so that repeated gathers stay within the node.
 
     Args:
-        comm: all-gathers between the data ranks of a node, label "parameters within nodes".
+        comm: sends all-gathers between the data ranks of a node, with the label "parameters within nodes".
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], layout: SecondaryLayout, comm: Comm) -> None:

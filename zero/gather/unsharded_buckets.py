@@ -41,7 +41,7 @@ class ShardArrival:
 
     def before(self, gather: Pending) -> Pending:
         """Returns the handle that a reader of the parameters waits for: ``gather``, the handle of the all-gathers, or
-        with one data rank (no all-gathers) a handle of the copies.
+        with one data rank (no all-gathers) a handle of the shards' copies from host memory.
         """
         return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
 
@@ -107,8 +107,8 @@ class BucketState(Enum):
 class UnshardedBuckets:
     """Memory for the full parameters of this rank's buckets (ZeRO 3), allocated for a gather and freed after use.
 
-    ``read(index, name)``: callback for a read of the parameter ``name`` while its bucket is not gathered. ``within``:
-    layout of secondary shards (ZeRO++ hpZ), by default none.
+    ``read(index, name)``: callback for a read of the parameter ``name`` while its bucket is not gathered; it gathers
+    the bucket or raises. ``within``: layout of secondary shards (ZeRO++ hpZ), by default none.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class UnshardedBuckets:
         same ``indices``.
 
         Afterwards, the buckets in ``wanted``, and the buckets in ``indices`` that were readable before, are readable.
-        The rest of ``indices`` is freed, except buckets that had memory before.
+        The rest of ``indices`` is freed, except buckets with a gather in progress before the call.
         """
         live, shown = indices & self.live, self._shown(indices)
         self.refuse_written(indices)
@@ -268,10 +268,9 @@ class UnshardedBuckets:
             self._versions[index] = _versions(self._buckets[index])
 
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
-        """Frees the memory of the full parameters of the buckets ``indices``; their parameters are then not readable.
+        """Makes the parameters of the buckets ``indices`` unreadable, and frees the memory of the full parameters.
 
-        ``leave``: True to leave the memory to other tensors that still share it; False to free it even if autograd
-        refers to it.
+        ``leave``: True to spare memory that other tensors still share; False to free it even if autograd refers to it.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()

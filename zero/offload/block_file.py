@@ -270,7 +270,7 @@ class MomentBuffers:
 
     @property
     def spare(self) -> bool:
-        """True if ``take`` can return a page: a free one, or one from ``give_back`` after a wait for its write."""
+        """True if ``take`` can return a page, at once or after it has waited for the write of a page in use."""
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:

@@ -50,8 +50,8 @@ class DiskAgreement:
         return first_rank(own, self._comm, self._device, LABEL)
 
     def sentence(self, rank: int, own: str) -> str:
-        """Returns on all ranks the error message ``own`` of the rank ``rank``. Two all-reduces: of the message's
-        length, then of its bytes.
+        """Returns the error message ``own`` of the rank ``rank`` on all ranks, and ignores the other ranks' ``own``.
+        Two all-reduces: of the message's length, then of its bytes.
         """
         if self._comm.grid.world_size == 1:
             return own
@@ -73,8 +73,8 @@ FoundMoment = tuple[Tensor, str, Tensor]
 
 
 class MomentPlace(NamedTuple):
-    """Place of one moment in the file of a bucket: byte position ``start``, dtype, name of the moment, and the
-    optimizer tensor ``weights``.
+    """Place of one moment of the optimizer tensor ``weights`` in the file of a bucket: the moment's name and dtype, and
+    byte position ``start``.
     """
 
     weights: Tensor
@@ -126,8 +126,8 @@ class BucketFiles:
         self._version = 0
 
     def fits(self, found: Sequence[FoundMoment]) -> bool:
-        """Returns True if the slots (files) are laid out for the moments ``found``: equal tensors, names and dtypes, in
-        order.
+        """Returns True if the slots (files) are laid out for the moments ``found``: the same optimizer tensors, names
+        and dtypes in the same order.
         """
         kinds = [(id(weights), name, moment.dtype) for weights, name, moment in found]
         return [(id(place.weights), place.name, place.dtype) for place in self.places] == kinds
@@ -176,7 +176,7 @@ class BucketFiles:
 
     def show(self, state: MomentState) -> None:
         """Replaces the moments in the optimizer's ``state`` by memory-mapped views of the file with the last committed
-        moments, if there is one.
+        moments. Does nothing before the first commit.
         """
         if self.valid is not None:
             self._show(state, self.valid)
@@ -248,8 +248,8 @@ class DiskMoments:
         Args:
             attempt: callback that updates the optimizer tensors of every bucket. For each bucket it calls
                 :meth:`allows`, :meth:`begin`, and after the update :meth:`end`.
-            put_back: callback that calls :meth:`put_back`, copies restored weights to the device, and restores step
-                counts.
+            put_back: callback that calls this object's :meth:`put_back`, copies restored weights to the device, and
+                restores step counts.
 
         Raises:
             EngineError: a disk has failed in both attempts, or state was lost; all ranks raise the same error.
@@ -269,7 +269,7 @@ class DiskMoments:
 
     def allows(self, number: int) -> bool:
         """Returns True if the set ``number`` (a bucket's optimizer tensors) may be updated: no disk failure is known.
-        If all sets on disk precede ``number``, first calls the collective :meth:`agree`.
+        For a set after this rank's last set on disk, first calls the collective :meth:`agree`.
         """
         return self._failure is None if number <= self._last else self.agree() is None
 

@@ -22,8 +22,8 @@ from engine.zero.layout import FlatLayout
 
 
 def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
-    """Returns the indices of the first buckets, no more than needed to have the share ``ratio`` (0 to 1) of trainable
-    elements.
+    """Returns the indices of the first buckets, as few as together have at least the share ``ratio`` (0 to 1) of
+    trainable elements.
     """
     chosen: list[int] = []
     elements = 0
@@ -103,7 +103,8 @@ class HostCopies:
     @torch.no_grad()
     def give(self, flat: FlatBucket) -> None:
         """Copies this rank's master weights of the bucket ``flat`` to its parameter shard ``flat.kept``, cast to the
-        parameters' dtype. Communicates nothing. May overwrite the host's copy of the gradients.
+        parameters' dtype. Communicates nothing. May use the host's copy of the gradients as a buffer; then marks that
+        copy as outdated.
         """
         assert flat.master is not None
         if flat.kept_on_host:  # waits for a master on the device, since the host may read what is copied here

@@ -82,7 +82,7 @@ def delete_left_behind(parent: Path) -> None:
 
 class MappedMemory:
     """Allocator of tensors in memory-mapped files in ``folder``. When memory is short, the operating system can write
-    them to disk.
+    the tensors to disk.
     """
 
     def __init__(self, folder: str) -> None:

@@ -51,8 +51,8 @@ class FullShapes:
     """Grid coordinates of this rank."""
 
     def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """Returns the positions of the elements ``start:stop`` of this rank's shard as flat indices in the full
-        parameter ``name``, int64 [stop - start]. Shards are by tensor and expert parallelism, not by ZeRO.
+        """Returns the positions of the elements ``start:stop`` of this rank's tensor- or expert-parallel shard as flat
+        indices in the full parameter ``name``, int64 [stop - start]. ZeRO does not divide this shard.
         """
         own, lines = torch.arange(start, stop, device=device), self.lines(name, device)
         return own if lines is None else lines.index(own)

@@ -31,7 +31,7 @@ from engine.zero.optim.bf16_updates import RoundedUpdates
 
 class UpdatePiece(NamedTuple):
     """Slice ``part`` of a flat optimizer tensor. ``missed``: number of earlier updates in which the slice's parameters
-    had no gradient. Their step count is the parameter group's minus ``missed``.
+    had no gradient. Their step count is the step count of the parameter group minus ``missed``.
     """
 
     part: slice
@@ -54,8 +54,8 @@ class UpdateOrder:
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """Base class of the built-in optimizers over flat tensors. ``step`` passes the tensors with gradients of each
-    parameter group to ``_update``, which subclasses define.
+    """Base class of the built-in optimizers over flat tensors. For each parameter group, ``step`` passes the tensors
+    that have gradients to ``_update``, which subclasses define.
     """
 
     elementwise = True
@@ -207,8 +207,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class FusedAdam:
-    """Launcher of the fused Adam kernels of one optimizer step. The kernels read the decision to skip the step from
-    device memory.
+    """Launcher of the fused Adam kernels of one optimizer step. The kernels read ``decision`` from device memory: a
+    flag to update or skip, and the factor applied to gradients.
     """
 
     kernels: Kernels
@@ -389,8 +389,8 @@ class Bookkeeping:
         )
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restores the copied step counts, learning rates and betas in ``optimizer``. Deletes the state of tensors that
-        had no state when the copy was made.
+        """Restores the step counts, learning rates and betas of this copy in ``optimizer``. Deletes the state of
+        tensors that had no state when the copy was made.
         """
         for group, before in zip(optimizer.param_groups, self.groups, strict=True):
             for key in [key for key in _COUNTED if key in group and key not in before]:

@@ -48,8 +48,8 @@ def make_inner(
 
 
 def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimizer:
-    """Returns ``inner`` if it is a built-in optimizer. For the error message, ``key``: configuration key that requires
-    a built-in optimizer; ``ability``: verb phrase such as "update bucket by bucket".
+    """Returns ``inner`` if it is a built-in optimizer. ``key`` and ``ability`` are for the error message: configuration
+    key that requires a built-in optimizer, and verb phrase such as "update bucket by bucket".
 
     Raises:
         ConfigError: ``inner`` is the user's own optimizer.

@@ -113,8 +113,8 @@ def full_weights(
 
 
 def sync_rounded(buckets: Sequence[FlatBucket]) -> None:
-    """Updates the fp32 masters with the parameter elements that user code has written, in buckets with parameters that
-    a quantized all-gather rounds (``rounds_in_gathers``).
+    """Copies the parameter elements that user code has written into the fp32 masters. Skips buckets without
+    ``rounds_in_gathers`` (a quantized all-gather rounds the parameters).
     """
     for flat in filter(lambda each: each.rounds_in_gathers, buckets):
         sync_masters(flat)

@@ -131,8 +131,8 @@ class LateBuckets:
 
 
 def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
-    """Returns the gradient of the elements ``part`` of the bucket ``flat`` for the optimizer. It is in host memory if
-    the host updates the bucket.
+    """Returns the gradient that the optimizer reads for the elements ``part`` of the bucket ``flat``. It is in host
+    memory if the host updates the bucket.
     """
     if flat.host_sums is None:
         return flat.gradient(part)

@@ -183,7 +183,7 @@ class ShardedOptimizer:
 
     def end_delayed(self) -> None:
         """Waits for the delayed update when the engine closes, and copies this rank's new weights to the device.
-        Communicates nothing: parameters from other ranks' shards do not get this update.
+        Communicates nothing, so the parameters that other ranks update retain old values on this rank.
         """
         if self.delayed is None:
             return

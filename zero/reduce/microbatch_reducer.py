@@ -100,8 +100,8 @@ class MicrobatchReducer(SharedReduction):
         """Returns a context that accumulates the gradients of the backward ``which``. Each bucket is reduced once all
         its gradients have arrived.
 
-        In the input-gradient half of a split backward, parameter gradients that already arrive are only stored. The
-        weight-gradient half adds the stored gradients to the buckets.
+        In the input-gradient half of a split backward, autograd also computes some parameter gradients. They are
+        stored, and the weight-gradient half adds them to the buckets.
         """
         self._settle()
         place = which.stage, which.microbatch

@@ -60,8 +60,8 @@ class GradientHooks:
     name, gradient) and then clear ``param.grad``.
 
     ``products``: parameter name -> gradient to which matrix products add in place. ``start``: callback for a gradient
-    outside of :meth:`backward`; the callback may enter :meth:`backward`. Otherwise, the gradient stays in
-    ``param.grad``. ``warns``: True to log the first such gradient.
+    outside of :meth:`backward`; it may enter :meth:`backward`. If it does not, the gradient stays in ``param.grad``.
+    ``warns``: True to log the first gradient that stays.
     """
 
     def __init__(

@@ -58,10 +58,10 @@ def summed_over_replicas(
     inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire
 ) -> tuple[Pending, ReplicaSum]:
     """Prepares the sum of ``shard`` over ``axis``, after the reduction within the shard group (handle ``inside``).
-    Sends nothing. ``on_wire``: converts ``shard`` to the dtype of messages; the sum is converted back.
+    Starts no all-reduce yet. ``on_wire``: converts ``shard`` to the dtype of messages; the sum is converted back.
 
-    Returns (handle, :class:`ReplicaSum`). The handle's wait completes the reduction and the all-reduce over ``axis``.
-    :meth:`ReplicaSum.cross` starts the all-reduce earlier.
+    Returns (handle, :class:`ReplicaSum`). The handle's wait starts the all-reduce over ``axis``, unless
+    :meth:`ReplicaSum.cross` has started it, and waits for the sum.
     """
     across = ReplicaSum(inside, shard, axis, comm, on_wire)
     return Pending().then(across.wait), across

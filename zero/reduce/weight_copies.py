@@ -80,8 +80,8 @@ class WeightCopies:
 
     @torch.no_grad()
     def compare(self, total: float, sent: Tally) -> None:
-        """Logs on rank 0 the first weight with differing copies, only once. Does nothing if ``total``, the sum of all
-        digests, is 0 modulo 2^31 - 1. Every rank must call it.
+        """Logs on rank 0 the first weight with differing copies. Does nothing after the first log, or if ``total``, the
+        sum of all digests, is 0 modulo 2^31 - 1. Every rank must call it.
 
         Sends at most 8 bytes per weight over tp and over dp, and 16 bytes over the world, label "copies". Counts them
         in ``sent``.

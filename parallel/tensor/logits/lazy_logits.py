@@ -67,9 +67,9 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of ``func`` on lazy (not yet computed) logits with the hidden states ``x``: changed hidden
-    states, such as for a view, or a computed value, such as a loss. Returns ``NotImplemented`` if ``func`` needs the
-    computed logits. ``args``, ``kwargs``: other arguments of ``func``.
+    """Returns the result of ``func`` on lazy (not yet computed) logits with the hidden states ``x``: for a view or
+    similar, a shard with changed hidden states; for a loss or similar, its value; ``NotImplemented`` if ``func`` needs
+    the computed logits. ``args``, ``kwargs``: other arguments of ``func``.
     """
     rule = LATE_RULES.get(func)
     return NotImplemented if rule is None else rule(func, x, *args, **kwargs)
@@ -102,8 +102,8 @@ class LazyLogits:
 
 
 def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
-    """Returns a function that computes lazy logits, with gradients, from the hidden states and the head's weight and
-    bias in ``hidden``. ``weight``: the parameter of the head.
+    """Returns a function that computes lazy logits, with gradients, from the hidden states, weight and bias that
+    ``hidden`` contains. ``weight``: the head's parameter, checked for changes.
 
     Raises:
         EngineError: raised by the returned function, if the head or the hidden states have changed, or if ZeRO has
@@ -138,8 +138,8 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
 
 
 def derived(source: LogitsSource, part: LogitShard, change: Callable[[LogitShard], Any]) -> LazyLogits:
-    """Returns the lazy result of ``change``, such as a view, on the logits of ``source``. ``part``: result of the same
-    function on the hidden states of ``source``, computed by the caller.
+    """Returns the lazy result of ``change``, which applies an operation such as a view, on the logits of ``source``.
+    ``part``: result of the same operation on the hidden states of ``source``, computed by the caller.
     """
     graded = torch.is_grad_enabled()
 

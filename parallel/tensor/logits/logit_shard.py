@@ -133,8 +133,8 @@ class LogitShard:
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":
         """Returns a copy of this shard with the tensor ``local``.
 
-        ``dim``: vocabulary dim of ``local``; None: unchanged. ``same``: True if ``local`` has the same values in the
-        same token order; the copy then shares the softmax cache.
+        ``dim``: vocabulary dim of ``local``; None: unchanged. ``same``: True if ``local`` has the values of this
+        shard's tensor in the same token order; the copy then shares the softmax cache.
         """
         dim = self.dim if dim is None else dim
         softmax = self.softmax if same else SharedSoftmax()

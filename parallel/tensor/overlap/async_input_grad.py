@@ -55,8 +55,8 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 class Entrance:
     """Settings of the tensor-parallel copy or gather of an input for column layers (Megatron-LM's operation f).
 
-    ``owned``: True if backward may sum the output's gradient over "tp" in place. ``passed``: callback without arguments
-    that backward calls after it has started this sum, or None.
+    ``owned``: True if backward may overwrite the gradient of the copied or gathered input when it sums it over "tp".
+    ``passed``: callback without arguments that backward calls after it has started the sum, or None.
     """
 
     axis: TensorAxis
@@ -89,7 +89,8 @@ class Shared:
 
 
 def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
-    """Returns ``x`` for the column layers ``layers``, copied or gathered over "tp" according to ``entrance``.
+    """Returns an object that multiplies ``x`` by the column layers ``layers``. ``x`` is first copied or gathered over
+    "tp" according to ``entrance``.
 
     Backward sums the gradient of ``x`` over "tp". If ``x`` is large, the sum overlaps with weight gradients of plain
     linear layers.
@@ -137,8 +138,8 @@ def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
 def has_own_weights(layer: nn.Module) -> bool:
     """Returns True if the weight and bias gradients of ``layer`` may be computed later than its input gradient.
 
-    False if weight or bias is frozen, parametrized or hooked, or if a split backward has replaced the layer's matrix
-    product.
+    False if weight or bias is frozen, parametrized or hooked, or if a pipeline that splits backward into input and
+    weight gradients has replaced the layer's matrix product.
     """
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():

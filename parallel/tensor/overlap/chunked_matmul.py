@@ -260,8 +260,8 @@ class SharedInPieces(Shared):
 
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    """Returns True if a product should communicate in chunks or kernel tiles, instead of all rows at once. Always False
-    if transfers over ``axis`` are quantized.
+    """Returns True if a product should communicate in chunks or kernel tiles: kernels may communicate for it, or its
+    input is large enough to divide. Always False if transfers over ``axis`` are quantized.
 
     ``part``: one rank's rows of the product's input; ``rows``: their number; ``operation``: kind of product.
     """

@@ -109,9 +109,9 @@ def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: R
 def scatter_in_kernel(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds ``plus`` (this rank's addend in the
-    product's shape, or None), and reduce-scatters the sum over all ranks, in communicating kernels. Returns a function
-    that waits for this rank's rows and returns them in ``dtype``. ``route``: axis and label of the communication.
+    """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, and adds ``plus`` (this rank's addend in the
+    product's shape, or None). Communicating kernels reduce-scatter the result over all ranks. Returns a function that
+    waits for this rank's rows and returns them in ``dtype``. ``route``: axis and label of the communication.
 
     Falls back to collectives for products that the kernels do not support.
     """
@@ -181,8 +181,8 @@ def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: i
 
 
 def completion(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
-    """Returns a function to call after a kernel. On a CPU it raises if data of a rank has not arrived; on a GPU it does
-    nothing.
+    """Returns a function that checks the transfers of a communicating kernel after its launch. On a CPU it raises if
+    data of a rank has not arrived; on a GPU it does nothing.
     """
     return buffer.check if is_host(device) else lambda: None
 

@@ -68,8 +68,8 @@ def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Rou
 def product_scatter(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, adds ``plus`` (this rank's addend in the
-    product's shape, or None), and reduce-scatters the sum over all ranks, in chunks. Returns a function that waits for
+    """Multiplies ``whole``, the rows of the full sequence, by ``matrix``, and adds ``plus`` (this rank's addend in the
+    product's shape, or None). Reduce-scatters the result over all ranks, in chunks. Returns a function that waits for
     this rank's rows and returns them in ``dtype``. ``route``: axis, label and number of chunks.
     """
     sent: list[tuple[Tensor, Pending]] = []

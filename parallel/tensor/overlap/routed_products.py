@@ -82,7 +82,7 @@ def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows,
 
 def product_return_reference(whole: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
     """Implements :func:`product_return` without its kernel: a grouped product, then the all-to-all ``exchange``.
-    ``whole``: the R received rows; ``rows``: row counts of the experts.
+    ``whole``: the received rows; ``rows``: number of rows from each rank to each expert.
     """
     product = grouped_product_reference(whole, weight, rows.sizes.cumsum(0))
     return torch.cat(exchange(rows.by_rank(product)))

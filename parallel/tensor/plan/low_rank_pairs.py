@@ -32,15 +32,16 @@ def join_pairs(
     first_name: Callable[[nn.Parameter], str],
 ) -> tuple[dict[str, LayerCut], frozenset[str]]:
     """Assigns low-rank adapter pairs (PEFT) to the parallel regions of the sharded layers that they adapt, without
-    changing modules. One half of each pair is sharded with its layer; the other half is replicated.
+    changing modules. For column layers, the pair's second matrix (B) is sharded with the layer and the first (A)
+    replicated; for row layers, the reverse.
 
     ``modules``, ``layers`` and ``parameters`` are keyed by name. ``first_name``: callback that returns a parameter's
     name in ``parameters``.
 
     Returns:
-        (layers, names). ``layers``: a changed copy of the argument. The entry of an adapted layer now covers its pair,
-            and the pair's own entries are removed. ``names``: parameters of the replicated halves, with a partial
-            gradient on each rank.
+        (layers, names). ``layers``: a changed copy of the argument. The entry of an adapted layer names the PEFT layer
+            in ``around``, and entries of sharded halves are removed. ``names``: parameters of the replicated halves,
+            with a partial gradient on each rank.
     """
     found, partial = dict(layers), set[str]()
     for name, cut in layers.items():

@@ -91,9 +91,10 @@ def held(ranges: tuple[Range, ...], index: int) -> int:
 
 
 def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ...]:
-    """Divides all rows into ranges, each with the ranks that have it, from the intervals [start, stop) of each rank.
+    """Divides the rows of a dim into ranges, each with the ranks that store it.
 
-    ``runs``: list of intervals of each rank; intervals of different ranks may overlap.
+    ``runs``: for each rank, the intervals [start, stop) of rows that it stores; intervals of different ranks may
+    overlap.
     """
     edges = [
         (row, rank, step)

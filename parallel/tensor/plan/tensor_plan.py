@@ -54,8 +54,8 @@ class AttributeChange:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Row of a table about the automatic search for a tensor plan: the sharding of all layers that match ``pattern``,
-    and the reason.
+    """Row of a table about the automatic search for a tensor plan: the choice, to shard or to replicate, for all layers
+    that match ``pattern``, and the reason for it.
     """
 
     pattern: str

@@ -47,7 +47,7 @@ _UNDER_WAY = frozenset[str]()
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRound:
-    """Matrices that are updated together in one round of a step, with shared messages to their owner ranks and back."""
+    """Routes, to the owner ranks and back, of the matrices that one round of a step updates together."""
 
     data: OwnerRoute
     """Route over the data ranks that share buckets, for shards of one tensor rank."""
@@ -278,7 +278,7 @@ def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
 
 
 def state_dtype(row: ShardRow) -> torch.dtype:
-    """Returns the dtype in which a matrix's optimizer state is stored and decomposed: fp64 for an fp64 parameter,
+    """Returns the dtype of a matrix's optimizer state and of the computations with it: fp64 for an fp64 parameter,
     otherwise fp32.
     """
     return torch.float64 if row.dtype == torch.float64 else torch.float32

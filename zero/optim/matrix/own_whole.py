@@ -59,7 +59,8 @@ class OwnWholeRule:
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
         """Runs step number ``step`` (from 1) of the user's optimizer on one parameter and returns the new weights.
-        ``direction_AB``: gradient and weights, stacked to [2, *shape]. ``state``: name -> tensor, updated in place.
+        ``direction_AB``: gradient and weights, stacked in this order to [2, *shape]. ``state``: name -> tensor, updated
+        in place.
         """
         gradient, weights = direction_AB
         parameter = nn.Parameter(weights.clone())
@@ -132,7 +133,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class FlatWhole(FlatMatrixOptimizer):
-    """Optimizer over shards in place of a user's optimizer that can update only whole parameters. An update runs the
+    """Optimizer over shards. It replaces a user's optimizer that can update only whole parameters. An update runs the
     user's optimizer on gathered parameters, with the same groups and options.
     """
 

@@ -124,8 +124,9 @@ class FactoredUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all parameters of this object except ``unused`` ones (without a gradient). Yields the names of all
-        parameters of this object, once. ``missed``: parameter name -> number of earlier updates without a gradient.
+        """Updates all parameters of this object except ``unused`` ones (without a gradient). Yields one set, at the
+        end: the names of all parameters of this object. ``missed``: parameter name -> number of earlier updates without
+        a gradient.
         """
         due = {weight for maker in self._makers for weight in maker.due}
         for maker in self._makers:

@@ -87,8 +87,8 @@ def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
     """Yields one item for each parameter with elements in an optimizer tensor of ``places``. Each item selects the
-    elements that this rank adds to sums over the parameter. ``due``: the ``parameter`` objects of the places to
-    include; others are skipped.
+    elements that this rank adds to sums over the parameter. Places with a ``parameter`` that is not in ``due`` are
+    skipped.
     """
     rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}

@@ -40,8 +40,8 @@ def kept_encoded(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> bool:
 
 
 def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-    """Stores changed moments from ``state``, a result of ``element_state``, in the optimizer, for parameters with
-    encoded moments. Other moments in ``state`` are the optimizer's own tensors, and have changed already.
+    """Stores the moments in ``state``, a changed result of ``element_state``, in the optimizer. Skips parameters with
+    unencoded moments: for them ``state`` has the optimizer's own tensors, which have changed already.
     """
     inner = optimizer.inner
     for parameter, values in state.items():

@@ -33,8 +33,8 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
         return (SQUARES, ITERATE)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Increments the step count of the parameter group ``group``. Sets ``group["newest"]``, the weight of the
-        newest iterate z in the averaged weights.
+        """Increments the step count of the parameter group ``group``. Sets ``group["newest"]``, the coefficient of the
+        newest iterate z in the average of the iterates.
         """
         count(group)
 
