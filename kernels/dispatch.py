@@ -54,15 +54,16 @@ class MainGradient(Protocol):
     """
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """Returns the gradient sum for an addition in place, or None if it is not available now.
+        """Returns the gradient sum, to which the caller adds in place before it calls :meth:`end`.
 
-        After None, the backward must return its gradient to autograd.
+        Returns None if the backward must return the gradient to autograd instead, for example because the parameter has
+        a hook.
 
         ``node``: autograd node that accumulates the parameter's gradients; None: outside of autograd.
         """
 
     def end(self, node: Any | None) -> None:
-        """Ends the addition that :meth:`begin` has started; call it after the launch of the kernel that adds.
+        """Records that the caller has launched the kernel that adds to the sum from :meth:`begin`.
 
         ``node``: as for :meth:`begin`.
         """
@@ -108,9 +109,11 @@ def is_executed(node: Any) -> bool:
 
 
 def open_sum(main: MainGradient | None, node: Any | None) -> OpenSum | None:
-    """Returns the gradient sum for an addition in place by the running backward.
+    """Returns the gradient sum, to which the running backward adds in place before it calls ``main.end``.
 
-    None if it is not available or ``main`` is None: the backward must return its gradient to autograd.
+    Returns None if no sum is available, as for a ``main`` of None; the backward must then return its gradient to
+    autograd.
+
     ``node``: as for :meth:`MainGradient.begin`.
     """
     if main is None or torch.is_grad_enabled() or (node is not None and not is_executed(node)):
@@ -157,7 +160,8 @@ def shipped_choices() -> tuple[TunedChoice, ...]:
 def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: str, width: int) -> TunedChoice | None:
     """Returns the entry in ``rows`` for ``operator`` on tensor rows of ``width`` elements; None if there is none.
 
-    Entries for ``device`` override entries for "*", any GPU. The entry with the largest width up to ``width`` applies.
+    Entries with a larger width are skipped. Entries for ``device`` come before entries for "*", any GPU; then the
+    largest width comes first.
     """
     held = [
         row
@@ -218,7 +222,7 @@ class Kernels:
     def for_products(self, x: Tensor) -> "Kernels":
         """Returns the kernel selection for a linear layer's matrix products on the device and in the dtype of ``x``.
 
-        It is ``self`` if Triton is selected for these products at some output width, else ``REFERENCE``, which always
+        It is ``self`` if Triton is selected for at least one width of these products, else ``REFERENCE``, which always
         uses PyTorch.
         """
         if self.mode == "reference":

@@ -105,7 +105,8 @@ class OverlapChoices:
     ) -> bool:  # fmt: skip
         """Returns True if a kernel that multiplies while it communicates may be the fastest for ``operation``.
 
-        The product has ``rows`` rows. For ``columns`` or ``depth`` of None, one measured size that qualifies suffices.
+        The product has ``rows`` rows. For ``columns`` or ``depth`` of None, True means that such a kernel is the
+        fastest at one measured size or more.
         """
         products = {
             ProductSizes(rows, row.columns, row.depth)
@@ -139,9 +140,9 @@ def overlap_choices(device: str, ranks: int) -> OverlapChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mailbox:
-    """Memory addresses for messages between the ranks of a parallel axis, which can all write this memory.
+    """Memory addresses of the buffers through which the ranks of a parallel axis exchange messages.
 
-    The addresses are valid only in the process of ``rank``.
+    Each rank can write to the buffers of all ranks. The addresses are valid only in the process of ``rank``.
     """
 
     rank: int
@@ -183,9 +184,9 @@ def read_status(word: int) -> Missing | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
-    """Counts of the token rows that each rank sends to each expert, as seen from rank ``rank``.
+    """Counts of the token rows that each rank sends to each expert.
 
-    All ranks have the same ``counts``.
+    All ranks have the same ``counts``. In the properties and methods, "this rank" is ``rank``.
     """
 
     counts: Tensor
@@ -240,7 +241,7 @@ class ExpertRows:
         return int(self.counts.view(self.ranks, self.ranks, -1).sum(2).max())
 
     def most_tiles(self, height: int) -> int:
-        """Returns the largest number of tiles from one rank to the experts of one rank, at least 1.
+        """Returns the maximum, over all pairs of ranks, of the tiles from one to the experts of the other; at least 1.
 
         A tile is a run of at most ``height`` rows for one expert.
         """
@@ -253,7 +254,8 @@ class ExpertRows:
         Returns a table on the host, int32 [n, 6]. Its columns are peer rank, tile number for this peer, expert, first
         row among the rows for this peer, number of rows, and first row among all of this rank's rows.
 
-        ``sends`` True: the tiles are in the order of sending; False: in the order in which results come back.
+        ``sends`` True: peers are in the order of sending, from ``rank`` + 1 upward; False: in the order in which their
+        results come back, from ``rank`` downward.
         """
         starts = (self.sent.flatten().cumsum(0) - self.sent.flatten()).view_as(self.sent)
         return self._tiles(self.sent, starts, height, sends)
@@ -261,8 +263,9 @@ class ExpertRows:
     def owner_tiles(self, height: int, *, sends: bool) -> Tensor:
         """Divides the rows that all ranks send to this rank's experts into tiles of at most ``height`` rows.
 
-        Returns a table like :meth:`source_tiles`, int32 [n, 6]. ``sends`` True: the tiles are in the order of sending
-        results back; False: in the order of receiving rows.
+        Returns a table like :meth:`source_tiles`, but the peer is the rank that sent the rows, and the last column is
+        the first row in the result of :meth:`by_expert`. ``sends`` True: the tiles are in the order of sending results
+        back; False: in the order of receiving rows.
         """
         return self._tiles(self.received, self._starts(), height, sends)
 

@@ -79,8 +79,9 @@ def share_of_words(error: RaisedError, given: str, asked: Sequence[str] | None =
     """Returns the similarity of an error message and the text ``given``, from 0 to 1; 2 if ``given`` contains the
     message.
 
-    The similarity is the fraction of the words of ``given`` that are in the message. For long texts it may instead be
-    the fraction of the message's words that are in ``given``, if this is larger.
+    The similarity is the fraction of the words of ``given`` that are in the message. If both texts have at least
+    ``PASTED`` words and this fraction is at least 1/4, the fraction of the message's words that are in ``given``
+    replaces it if larger.
 
     ``asked``: words of ``given`` to compare; None: all.
     """

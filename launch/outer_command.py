@@ -40,8 +40,9 @@ def add_outer_options(command: ArgumentParser) -> None:
 
 
 def run_outer(options: Namespace) -> None:
-    """Runs ``trine outer``: serves a store, which merges the weights of several sites; shows its status; or repeats its
-    recorded merges.
+    """Runs ``trine outer``: with a configuration, serves a store, which merges the weights of several sites.
+
+    With ``status`` it shows a store's status instead, and with ``replay`` it repeats a store's recorded merges.
 
     Raises:
         EngineError: the configuration has no store, the address cannot be served, or the store does not answer.

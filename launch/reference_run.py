@@ -39,7 +39,7 @@ def job_place() -> tuple[int, int]:
 def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
     """Reads the JSON configuration of the run; missing settings come from the command line or have defaults.
 
-    ``root``: folder of the default configurations, used if the command line names none.
+    ``root``: folder of the default configurations, used if the command line names no configuration.
 
     Raises:
         ConfigError: the file is missing or is not a JSON object.

@@ -35,8 +35,8 @@ RECORD, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 
 
 def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, shape: "DecoderConfig") -> ExitStack:
-    """Creates or reopens the run folder ``options.out``, locks it, and records in it a digest of the training text
-    ``corpus``, the model sizes ``shape``, and ``settings``.
+    """Creates or reopens the run folder ``options.out``, locks it, and records in it the model sizes ``shape``,
+    ``settings``, and a digest of the training text ``corpus``.
 
     Only rank 0 calls it, before it builds its engine.
 

@@ -54,8 +54,9 @@ def _sized(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve_settings(serve: ServeConfig | None, options: Namespace) -> ServeConfig:
-    """Returns the section ``serve`` (None: defaults) with host, port and name of the token's environment variable from
-    the command line, if given.
+    """Returns the section ``serve`` (None: defaults) with the changes that the command line gives.
+
+    These may be host, port, and the name of the environment variable with the clients' access token.
     """
     given = {"host": options.host, "port": options.port, "token_env": options.token_env}
     return replace(serve or ServeConfig(), **{name: value for name, value in given.items() if value is not None})

@@ -34,7 +34,7 @@ def sweep_script(
     it.
 
     Args:
-        promote: number of trials pruned in earlier runs of the sweep, the best first, to continue from checkpoints.
+        promote: number of trials to continue from checkpoints: the best that earlier runs of the sweep pruned.
         show: callback on rank 0 for each finished trial.
 
     Raises:

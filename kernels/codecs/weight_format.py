@@ -91,7 +91,7 @@ class QuantizedShape:
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Blocks of columns in this shard: (index of the block in an unsharded row, number of columns in the shard)."""
+        """Blocks with columns in this shard: (index of the block in an unsharded row, number of its columns here)."""
         block, found = self.format.block, []
         for start, stop in self.runs or ((0, self.shape[-1]),):
             for number in range(start // block, -(-stop // block)):
@@ -135,7 +135,7 @@ def normal_book() -> tuple[float, ...]:
 
 @torch.no_grad()
 def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
-    """Returns the largest absolute value of each block of columns, fp32 [rows, blocks of a row].
+    """Returns the largest absolute value in each row for each block of columns, fp32 [rows, blocks of a row].
 
     ``shape`` is the layout of ``values``.
     """

@@ -56,10 +56,10 @@ def rounded(values, index, low, high):
 
 @triton.jit
 def whole_index(own, places, held, along, inner):
-    """Maps flat indices ``own`` in a shard to flat indices in the full parameter.
+    """Maps ``own``, flat indices in a shard, to flat indices in the full parameter.
 
-    The sharded dim has size ``along`` in the parameter, and ``held`` in the shard. ``places`` points to the shard's
-    indices in this dim; ``inner``: elements per index of this dim.
+    The sharded dim has size ``along`` in the parameter, and ``held`` in the shard. ``places`` points to the parameter's
+    index for each of the shard's ``held`` indices in this dim; ``inner``: elements per index of this dim.
     """
     line = own // inner
     place = tl.load(places + line % held).to(tl.int64)
@@ -81,8 +81,9 @@ def adamw_kernel(
     """Updates BLOCK elements of ``weights`` by Adam or AdamW in place, unless the number at ``go`` is 0.
 
     The gradient is multiplied by the number at ``factor``. NARROW: also writes ``narrow``, the weights in the compute
-    dtype. ROUNDED: rounds bf16 weights stochastically; ``places`` and ``begin`` to ``inner`` then give the elements'
-    indices in the parameter, and ``low`` to ``second_high`` the random keys. ``decay`` to ``eps``: Adam's constants.
+    dtype. ROUNDED: rounds bf16 weights stochastically, with the random keys from ``low`` to ``second_high``. ``begin``:
+    index of the first element in the shard; CUT: :func:`whole_index` converts indices to the parameter's. ``decay`` to
+    ``eps``: Adam's constants.
     """
     if tl.load(go) != 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

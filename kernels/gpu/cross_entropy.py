@@ -33,8 +33,8 @@ def statistics_kernel(
     """Computes the softmax statistics of one row of logits: one element of each output tensor.
 
     ``largest`` is the maximum, and ``total`` the sum of exp(logit - maximum). With TARGET, ``picked`` is the logit at
-    ``target``. With WEIGHTED, ``weighted`` is the sum of w (logit - maximum), where w is 1, or ``weight`` with WEIGHT.
-    ``start``: index of the first column in the full vocabulary.
+    ``target``. With WEIGHTED, ``weighted`` is the sum of w (logit - maximum), where w is 1, or with WEIGHT the column's
+    element of ``weight``. ``start``: index of the first column in the full vocabulary.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride

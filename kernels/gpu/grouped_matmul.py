@@ -117,7 +117,9 @@ def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, t
 
 
 def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
-    """Returns ``matrices`` or its transposes as a contiguous, 16-byte aligned stack, copied only if it is not one yet.
+    """Returns ``matrices`` or its transposes as a stack for a kernel.
+
+    The stack is copied only if it is not contiguous or not 16-byte aligned.
 
     Returns:
         (stack [X, K, N], False) if ``matrices`` is contiguous with rows of a multiple of 16 bytes; otherwise

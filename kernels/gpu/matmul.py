@@ -259,7 +259,7 @@ def launch_matmul(
 
 
 def as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
-    """Returns ``matrix`` or its transpose in 16-byte aligned memory for a kernel, copied only if it is not aligned.
+    """Returns ``matrix`` or its transpose for a kernel; copies it only if its memory is not 16-byte aligned.
 
     Returns:
         (``matrix``, False) if it is contiguous with rows of a multiple of 16 bytes; otherwise (its transpose, True).

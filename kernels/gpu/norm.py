@@ -37,10 +37,10 @@ def norm_forward_kernel(
     x, residual, weight, bias, y, stream, mean, rstd, width, eps,
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes RMSNorm, or LayerNorm with CENTERED, of one row of x + residual; writes it to ``y``.
+    """Computes RMSNorm, or LayerNorm with CENTERED, of one row of x + residual; writes the result to ``y``.
 
-    It also writes x + residual to ``stream``, and 1 / root mean square of this sum to ``rstd``. With CENTERED, ``mean``
-    gets the mean of the sum, and ``rstd`` 1 / standard deviation. OFFSET is added to the weight.
+    ``stream`` gets x + residual. For RMSNorm, ``rstd`` gets 1 / root mean square of this sum. For LayerNorm, ``mean``
+    gets the mean of the sum, and ``rstd`` gets 1 / standard deviation. OFFSET is added to the weight.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

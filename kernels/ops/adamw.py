@@ -60,7 +60,7 @@ def adamw_(
     kernels: Kernels,
     rounding: StochasticRounding | None = None,
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in place, unless ``decision.go`` is 0.
+    """Applies update number ``step`` (from 1) of Adam or AdamW to ``run`` in place, unless ``decision.go`` is 0.
 
     ``rounding``: stochastic rounding of bf16 weights; None: round to nearest.
     """
@@ -76,9 +76,9 @@ def adamw_(
 def adamw_reference_(
     run: AdamRun, rule: AdamRule, step: int, decision: DeviceDecision, rounding: StochasticRounding | None = None
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in place in PyTorch, unless ``decision.go`` is 0.
+    """Applies update number ``step`` (from 1) of Adam or AdamW to ``run`` in place, unless ``decision.go`` is 0.
 
-    ``rounding``: stochastic rounding of bf16 weights; None: round to nearest.
+    It uses only PyTorch operators. ``rounding``: stochastic rounding of bf16 weights; None: round to nearest.
     """
     step = rule.age(step)
     wide = torch.promote_types(run.weights.dtype, torch.float32)
@@ -105,7 +105,7 @@ def adamw_reference_(
 def adamw_8bit_(
     run: AdamRun, scales: tuple[Tensor, Tensor], rule: AdamRule, step: int, block: int, kernels: Kernels
 ) -> None:
-    """Makes Adam or AdamW update number ``step`` (from 1) of ``run`` in place; its moments are 8-bit codes.
+    """Applies update number ``step`` (from 1) of Adam or AdamW to ``run`` in place; the moments are 8-bit codes.
 
     ``scales``: fp32 scales of the first and of the second moment, one per ``block`` elements.
     """

@@ -128,8 +128,8 @@ def join_softmax_terms(
         known: softmax of the same logits from an earlier call; None: it is computed.
 
     Returns:
-        (numbers for the softmax, logit at the target, weighted sum of the logits). The last two use differences from
-            the row's largest logit; they are [N], or None if not requested.
+        (:class:`Softmax`, logit at the target, weighted sum of the logits). The last two are [N], computed after the
+            subtraction of the row's largest logit from all logits; None if not requested.
     """
     own_N = found.largest.masked_fill(found.largest.isinf(), 0)
     largest_N = found.largest.clone() if known is None else known.largest

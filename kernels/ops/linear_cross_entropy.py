@@ -97,6 +97,7 @@ class LinearTerms(NamedTuple):
 def chunk_tokens(tokens: int, width: int, columns: int) -> int:
     """Returns the number of tokens per chunk, a power of two, for a loss that is computed chunk by chunk.
 
+    A chunk has about as many logits as the hidden states of all ``tokens`` have elements, or more for fast products.
     ``width``: size of a hidden state. ``columns``: number of logits per token.
     """
     quarter = min(tokens // 4, FAST_CHUNK)

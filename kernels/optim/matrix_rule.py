@@ -31,7 +31,7 @@ class MatrixRule(Protocol):
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of the state tensors that :meth:`update` uses for a matrix of ``shape``.
 
-        State that the caller applies before, such as Muon's momentum, is not included.
+        State from which the caller computes the direction, such as Muon's momentum, is not included.
         """
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
@@ -151,9 +151,9 @@ class MuonRule:
 
 
 def momentum_(momentum: Tensor, grad: Tensor, rule: MuonRule) -> Tensor:
-    """Averages ``grad`` into ``momentum`` in place; returns the direction for Muon's update.
+    """Averages ``grad``, with weight 1 - ``rule.momentum``, into ``momentum`` in place; returns Muon's direction.
 
-    It is the momentum, or with ``rule.nesterov`` an average of gradient and momentum.
+    The direction is the new momentum, or with ``rule.nesterov`` its average with ``grad`` by the same weights.
     """
     momentum.lerp_(grad, 1 - rule.momentum)
     return grad.lerp(momentum, rule.momentum) if rule.nesterov else momentum.clone()

@@ -183,8 +183,8 @@ class ScheduleFreeRule:
 def count(group: dict[str, Any]) -> None:
     """Adds one to ``group["step"]``, in a parameter group of schedule-free AdamW.
 
-    It also sets ``scheduled_lr``, the learning rate with warmup, and ``newest``, the weight of the newest iterate in
-    the average.
+    It also sets ``scheduled_lr``, the learning rate with warmup, and ``newest``, the weight of the newest iterate z in
+    the average x of the iterates.
     """
     step = group["step"] = group.get("step", 0) + 1
     warmup = group["warmup_steps"]
@@ -198,9 +198,9 @@ def count(group: dict[str, Any]) -> None:
 def schedule_free_(
     weights: Tensor, grads: Tensor, iterate: Tensor, squares: Tensor, step: int, rule: ScheduleFreeRule
 ) -> None:
-    """Performs update ``step`` (from 1) of schedule-free AdamW on all tensors but ``grads``, in place.
+    """Performs update ``step`` (from 1) of schedule-free AdamW in place; only ``grads`` stays unchanged.
 
-    ``weights`` are y in the paper, ``iterate`` is z, and ``squares`` the second moment.
+    ``weights`` are y in Defazio et al. 2024, ``iterate`` is z, and ``squares`` the second moment.
     """
     beta1, beta2 = rule.betas
     squares.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
@@ -238,7 +238,8 @@ class LayerRule(Protocol):
         """Updates the state tensors ``moments`` of a slice in place with its gradients ``grads_n``."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns the tensor [n] with the norm for the trust ratio: a slice's update (LAMB) or gradient (LARS).
+        """Returns a slice's update (LAMB) or gradient (LARS), [n]; the trust ratio uses its norm over the full
+        parameter.
 
         ``step``: update number, from 1.
         """
@@ -456,9 +457,10 @@ class MatrixPiece:
 
 
 def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: float) -> None:
-    """Updates ``means``, Adafactor's running means of squared gradients, in place from ``sums``.
+    """Updates ``means``, Adafactor's running means of squared gradients, in place.
 
-    ``sums``: squared gradients, as :meth:`MatrixPiece.add_squares` sums them; ``newest``: their weight.
+    ``sums``: result of :meth:`MatrixPiece.add_squares`, which is converted to means; ``newest``: weight of these means,
+    from 0 to 1.
     """
     for name, mean in means.items():
         count = {ROWS: sums[COLUMNS].shape[-1], COLUMNS: sums[ROWS].shape[-2]}[name] if name != SQUARES else 1
@@ -468,8 +470,8 @@ def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: flo
 def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
     """Converts running ``means`` to row and column factors; their product is an element's mean squared gradient.
 
-    The means of a vector are returned unchanged. Row means are divided by the mean of all row means, or by ``least`` if
-    it is larger.
+    Row means are divided by the mean of all row means, but at least by ``least``. Column means, and the means of a
+    vector, are returned unchanged.
     """
     if SQUARES in means:
         return dict(means)
@@ -479,7 +481,7 @@ def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
 
 
 def step_size(weights_square: Tensor, update_square: Tensor, elements: int, rule: AdafactorRule, step: int) -> Tensor:
-    """Returns the factor by which Adafactor's update number ``step`` is multiplied, 0-dim on the device.
+    """Returns the factor for the update tensor of Adafactor in step ``step``, as a 0-dim tensor on the device.
 
     ``weights_square`` and ``update_square`` are sums of squares over all ``elements``.
     """

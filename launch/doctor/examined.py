@@ -81,9 +81,10 @@ class HostFacts:
     infiniband: bool = False
 
     def carrier(self) -> InterfaceFacts | None:
-        """Returns the network interface that gloo uses, or None.
+        """Returns the network interface that gloo uses; None if there is no such interface.
 
-        GLOO_SOCKET_IFNAME names it; without this variable, gloo uses the interface with an address of the host's name.
+        GLOO_SOCKET_IFNAME names it; without this variable, gloo uses the interface with an address to which the host's
+        name resolves.
         """
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)
@@ -225,7 +226,7 @@ class Hosts:
 
 
 def host_facts(variables: Mapping[str, str], target: str) -> HostFacts:
-    """Collects the facts about this host that do not need torch; GPUs are missing.
+    """Collects the facts about this host that do not need torch; :func:`with_gpus` adds the GPUs.
 
     ``variables``: environment variables. ``target``: address of the rendezvous.
     """

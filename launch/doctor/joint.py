@@ -109,9 +109,9 @@ class Examination:
         return f"no answer within {self.seconds:g} s: {self._phase}{'; ' * bool(words)}{words}."
 
     def say(self, verdict: Mapping[str, Any]) -> None:
-        """Sends ``verdict``, rank 0's conclusion as a JSON object, to all ranks that have answered.
+        """Sends ``verdict``, rank 0's conclusion as a JSON object, to all ranks that took part and still answer.
 
-        It waits a few seconds at most.
+        It waits a few seconds at most until they have read it.
         """
         store, others = self._store, [one.rank for one in self.seen.facts if one.rank not in (0, *self.seen.silent)]
         if store is None or not others:

@@ -317,8 +317,8 @@ def axis_figures(
 ) -> list[AxisFigure]:
     """Combines the ``times`` of all ranks to one result per group of ranks along an axis, from its slowest rank.
 
-    ``device`` sets each result's expected values. ``shared``: True if tensor ranks of a host communicate through
-    shared memory.
+    ``device`` sets each result's expected latency and bandwidth. ``shared``: True if tensor ranks of a host communicate
+    through shared memory.
     """
     by_group: dict[tuple[str, tuple[int, ...]], list[AxisTimes]] = {}
     for one in times:

@@ -41,7 +41,7 @@ class NodeCount:
     def parse(cls, text: str, option: str, elastic: bool = False) -> Self:
         """Parses ``text``, a number of nodes such as ``4``, or a range such as ``2:4`` for an elastic job.
 
-        ``option``: name of the option in the error message. ``elastic``: requires a range.
+        ``option``: name of the option in the error message. ``elastic``: True if only a range is accepted.
 
         Raises:
             LaunchError: ``text`` is malformed.
@@ -246,9 +246,10 @@ def drop_one_node(options: Namespace) -> None:
 
 
 def environment_file() -> tuple[Path, dict[str, str]] | None:
-    """Reads environment variables for all hosts from the file that DS_ENV_FILE names, or ``.deepspeed_env``.
+    """Reads environment variables for all hosts from the file that DS_ENV_FILE names (default: ``.deepspeed_env``).
 
-    Returns (path, variables), or None if neither the working folder nor the home folder contains the file.
+    It uses the file in the working folder, else the one in the home folder. Returns (path, variables), or None if there
+    is neither.
 
     Raises:
         LaunchError: a line of the file is not NAME=VALUE.

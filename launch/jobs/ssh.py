@@ -295,8 +295,9 @@ class JobEnd:
 
 
 class SshJob:
-    """Job on several hosts over ssh, which restarts after a lost host if it is elastic, and ends all hosts after a
-    failure.
+    """Job on several hosts over ssh; an elastic job continues without a lost host.
+
+    After any other failure, the job ends on all hosts.
     """
 
     def __init__(self, plan: SshPlan, meeting: MeetingPlace, absent: Mapping[Host, str] | None = None) -> None:

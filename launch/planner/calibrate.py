@@ -74,7 +74,7 @@ def gpu_kind_of(name: str) -> str | None:
 
 
 def filled(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns ``content``, the parsed file of a known kind of GPU, for a GPU named ``name``.
+    """Returns ``content``, the parsed file of a known kind of GPU, with ``name`` as the name of the GPU.
 
     The values are unchanged, but marked as not measured.
     """

@@ -16,7 +16,8 @@ _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers", "c
 
 
 def find_longest(asked: PlanAsked, work: Workload, samples: "SampledBlocks | None") -> list[LongestRun]:
-    """Finds, for each number of context ranks, the longest training row that fits in GPU memory, with its layout.
+    """Finds, for each number of context ranks, the longest training row (sequence) that fits in GPU memory, with its
+    layout.
 
     The longest of all is the first result.
 
@@ -25,7 +26,7 @@ def find_longest(asked: PlanAsked, work: Workload, samples: "SampledBlocks | Non
         samples: measured memory of the model's blocks; None: closed-form estimates.
 
     Raises:
-        ConfigError: no layout fits even a short row.
+        ConfigError: no layout fits even the shortest row that is tried.
     """
     layouts = long_layouts(work, asked.world, asked.node)
     sample = None if samples is None else lambda layout, length: samples.of(layout, length=length)

@@ -118,7 +118,8 @@ class PlannedModel:
     def shortened(self, shorter: nn.Module, config: Config) -> "PlannedModel":
         """Returns a copy of this object for ``shorter``, a copy of the model with fewer blocks.
 
-        If ``config`` does not determine the tensor-parallel styles, this method searches them on ``self.model``.
+        If ``config`` does not determine the tensor-parallel styles, the copy gets the styles that a search finds for
+        the full model.
         """
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)
@@ -275,8 +276,8 @@ def _leaves(planned: PlannedModel) -> int:
 def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
     """Counts each pipeline rank's peak memory of activations in a dry run with tensor shapes only.
 
-    Returns (``costs`` with these numbers, description). If the model cannot run on shapes, ``costs`` are unchanged, and
-    the description contains the reason.
+    Returns (``costs`` with these numbers, a sentence with each rank's peak). If the model raises an exception in the
+    dry run, ``costs`` are unchanged, and the sentence contains the reason.
     """
     leaves = _leaves(planned)
     if leaves > MOST_SILENT:
@@ -327,7 +328,9 @@ def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[Rank
 
 
 class SampledBlocks:
-    """Cache of the memory of a model's blocks; dry runs of a copy with fewer blocks measure missing entries.
+    """Cache of measured memory sizes of one block of a model, per layout and row length.
+
+    Dry runs of a copy of the model with fewer blocks measure missing sizes.
 
     Args:
         planned: model of the plan.
@@ -410,10 +413,10 @@ class SampledBlocks:
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:
-    """Returns a function (estimate, fresh) that computes the bytes of activations and buffers of the estimate's layout.
+    """Returns a function (estimate, fresh) that computes the bytes of activations and buffers for ``estimate.layout``.
 
-    If ``samples`` has no measurement of the layout, the function measures it if ``fresh`` is True, and otherwise
-    returns None. ``work``: the model's FLOPs and tensor sizes.
+    If ``samples`` has no measurement of the layout, ``fresh`` True makes one; with ``fresh`` False, or if that fails,
+    the result is None. ``work``: the model's FLOPs and tensor sizes.
     """
 
     def working(one: LayoutEstimate, fresh: bool) -> float | None:

@@ -113,7 +113,8 @@ def _with_content(batch: Any) -> Batch | None:
 
 
 def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[Any], Config]) -> list[ScriptCall]:
-    """Runs ``script`` with ``arguments`` until it first uses an engine; returns its calls of ``engine.initialize``.
+    """Runs ``script`` with ``arguments`` until it first uses an engine, as for a training step; returns the script's
+    calls of ``engine.initialize``.
 
     Args:
         resolve: callback that converts the script's configuration to a :class:`Config`.

@@ -78,11 +78,11 @@ class Subject:
 def of_function(name: str) -> Subject:
     """Returns the test subject for ``name``, a ``module:function`` that builds a model in its full size.
 
-    The function returns model, (model, rows) or (model, rows, loss_fn). Without rows, random tokens are used if
-    the model's ``config`` has a ``vocab_size``.
+    The function returns model, (model, rows) or (model, rows, loss_fn); ``rows`` is one batch of inputs. Without rows,
+    random tokens are used if the model's ``config`` has a ``vocab_size``.
 
     Raises:
-        PlanError: there is no function, it raises, or it returns no model or no rows.
+        PlanError: there is no function, it raises, it returns no model, or there are neither rows nor a ``vocab_size``.
     """
     function = find_function(name)
 
@@ -164,7 +164,8 @@ def of_call(call: ScriptCall, name: str, sizes: tuple[int, int]) -> Subject:
         sizes: (number of tensor ranks, maximum number of blocks) of the small model.
 
     Raises:
-        PlanError: the model cannot be built again, or its rows are unknown.
+        PlanError: building the model fails, or the script gave no batch and the model has no ``vocab_size`` for random
+            tokens.
     """
     model = build_named(name, call.model) if not isinstance(call.model, nn.Module) else call.model
     config = getattr(model, "config", None)
@@ -218,9 +219,10 @@ _MOST: Mapping[str, int] = MappingProxyType({
 
 
 def shrink(config: Any, tensor: int, layers: int) -> None:
-    """Reduces a Hugging Face configuration in place to a small model without dropout, divisible by ``tensor`` ranks.
+    """Reduces a Hugging Face configuration in place to a small model without dropout.
 
-    Settings that select code paths, such as activations and tied weights, stay.
+    Its widths and query heads are multiples of ``tensor``, the number of tensor ranks. Settings that select code paths,
+    such as activations and tied weights, stay.
 
     Args:
         layers: maximum number of blocks.

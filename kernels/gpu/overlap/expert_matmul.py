@@ -64,7 +64,8 @@ def dispatch_product_kernel(
 
     It writes ``out`` [R, N]: received rows times their experts' matrices in ``matrices`` [X, K, N]. ``sent`` and
     ``received`` are tables of ``sent_tiles`` and ``received_tiles`` tiles (:class:`ExpertRows`). PUSHES: sends;
-    MULTIPLIES: receives and multiplies. ``slots`` to ``most``: from a :class:`Mailbox`, but ``epoch``: call number.
+    MULTIPLIES: receives and multiplies. ``epoch``: call number; the other arguments from ``slots`` to ``most`` come
+    from a :class:`Mailbox`.
     """
     if PUSHES:
         _push_rows(tokens, sent, sent_tiles, slots, arrivals, rank, epoch, capacity, most, K, RANKS, BM, BK)

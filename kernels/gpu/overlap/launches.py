@@ -131,12 +131,12 @@ def product_scatter_kernel(
     PRECISION: tl.constexpr, PLUS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ``whole`` [B, W, L, K] by ``matrix`` [K, N], adds ``plus``, and sends each of W ranks its
-    [B, L, N] of the result.
+    """Multiplies ``whole`` by ``matrix`` [K, N], adds ``plus``, and sends the result to the W ranks of the axis.
 
-    ``plus`` has the product's shape. With EVERYWHERE, ``whole`` is [B, L, K], and all rows are sent to all ranks.
-    With STAYS, only signals are sent, and the rows are written to this rank's own slots. The result has the dtype of
-    ``out``. ``slots`` to ``most``: from a :class:`Mailbox`; ``epoch``: call number.
+    ``whole`` is [B, W, L, K], and each rank gets its [B, L, N] of the result. With EVERYWHERE, ``whole`` is [B, L, K],
+    and each rank gets all rows. With STAYS, ranks get only signals, and the rows are written to this rank's own slots.
+    ``plus`` has the product's shape, and the result has the dtype of ``out``. ``slots`` to ``most``: from a
+    :class:`Mailbox`; ``epoch``: call number.
     """
     each = tl.cdiv(L, BM)
     rows = B * each
@@ -265,11 +265,11 @@ def multicast_sum_kernel(
     like, multicast, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, INSTRUCTIONS: tl.constexpr, BYTES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Adds up all ranks' products for this rank's rows [L, N] through the NVLink switch; sends the sums to all ranks.
+    """Adds up the products of all ranks for this rank's rows [L, N] through the NVLink switch; sends the sums to all
+    ranks.
 
-    It sums the products of call ``epoch``. The next call, ``epoch`` + 1, receives the sums, which are sent with its
-    number. A tile that lacks a rank's product is not sent. ``like``: any tensor in the products' dtype. Without
-    INSTRUCTIONS the switch is emulated.
+    The products are from call ``epoch``, and the sums are received in call ``epoch`` + 1. A tile that lacks a rank's
+    product is not sent. ``like``: any tensor in the products' dtype. Without INSTRUCTIONS the switch is emulated.
     """
     columns = tl.cdiv(N, BN)
     wide: tl.constexpr = 16 // BYTES
@@ -388,7 +388,7 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
 
 
 def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> None:
-    """Sums this rank's rows of all ranks' matrix products through the NVLink switch; sends the sums to all ranks.
+    """Adds up the products of all ranks for this rank's rows through the NVLink switch; sends the sums to all ranks.
 
     :func:`launch_product_scatter` with ``stays`` computes the products, with the same ``call.epoch``.
     :func:`launch_collect_slots` receives the sums, with the next ``call.epoch``.

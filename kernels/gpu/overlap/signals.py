@@ -30,11 +30,11 @@ def signal(place, epoch):
 
 @triton.jit
 def arrived(place, ended, epoch, last, patience):
-    """Polls the int32 at ``place``, the number of the other rank's call, until it reaches ``epoch``. Returns True if it
-    is then at most ``last``.
+    """Polls the int32 at ``place``, a call number that the other rank writes, until it is at least ``epoch``. Returns
+    True if the number is then at most ``last``.
 
-    Returns False if it is above ``last``, stays below ``epoch`` for ``patience`` polls, or the other rank has set its
-    flag at ``ended``.
+    Returns False if the number is above ``last``, or if it is still below ``epoch`` after ``patience`` polls or after
+    the other rank has ended and set its flag at ``ended``.
     """
     value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
     looks = 0
@@ -53,7 +53,7 @@ def arrived(place, ended, epoch, last, patience):
 def write_down(status, rank, tile, epoch):
     """Records a missing signal in the int64 at ``status``, as epoch << 32 | rank << 24 | tile + 1.
 
-    An earlier missing signal stays recorded.
+    If an earlier missing signal is recorded there, ``status`` does not change.
     """
     what = (tl.cast(epoch, tl.int64) << 32) | (tl.cast(rank, tl.int64) << 24) | (tl.cast(tile, tl.int64) + 1)
     tl.atomic_cas(status, tl.cast(0, tl.int64), what)
