@@ -33,7 +33,7 @@ def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[
 
 
 def parameterless_copy(child: nn.Module) -> nn.Module:
-    """Returns a copy of ``child``; the copy has a nonlinear function in place of each dropout.
+    """Returns a deep copy of ``child`` with a nonlinear function in place of each dropout.
 
     The outputs of the copy thus depend on the position of each dropout.
     """

@@ -101,7 +101,8 @@ def find_expert_stack(module: nn.Module) -> GroupedStack | None:
     """Returns a description of the MoE experts that ``module`` computes in a loop over stacked weights; None if it
     computes none.
 
-    A known formula must have the same outputs and gradients as a small copy of ``module``.
+    The function tests the description on random inputs: its formula and a small copy of ``module`` must have equal
+    outputs and gradients.
     """
     forward, stacks = own_forward(module), {name: p for name, p in module._parameters.items() if p is not None}
     if forward is None or len(stacks) not in (2, 3) or any(p.dim() != 3 for p in stacks.values()):

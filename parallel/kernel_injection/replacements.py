@@ -206,7 +206,8 @@ class GatedModule(NamedTuple):
 def find_gated(module: nn.Module) -> GatedModule | None:
     """Returns a description of the gated MLP that ``module`` computes; None if it computes none.
 
-    A known formula must have the same outputs and gradients as a small copy of ``module``.
+    The function tests the description on random inputs: its formula and a small copy of ``module`` must have equal
+    outputs and gradients.
     """
     forward = own_forward(module)
     linear = {name: child for name, child in module.named_children() if is_linear(child)}
@@ -284,7 +285,8 @@ def find_activated(module: nn.Module) -> ActivatedLinear | None:
     """Returns the linear layer of ``module`` that feeds only an activation module, and this activation; None if there
     is none.
 
-    Small copies of ``module``, with the activation apart and inside the layer, must have equal outputs and gradients.
+    The function tests this on a small copy of ``module``: if the activation moves into the layer, outputs and gradients
+    must stay equal.
     """
     forward = own_forward(module)
     layers: dict[str, Any] = {name: child for name, child in module._modules.items() if is_linear_layer(child)}

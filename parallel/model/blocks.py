@@ -24,10 +24,10 @@ from engine.parallel.model.name_patterns import is_inside
 
 @dataclass(frozen=True)
 class Units:
-    """Units of a model: its blocks, and the outermost modules with parameters outside blocks.
+    """Units of a model: its blocks, and outside the blocks the outermost modules with parameters.
 
-    A block is an element of a ModuleList or Sequential that contains modules of equal structure. ``modules``: units by
-    name.
+    A block is an element of a chain: a ModuleList or Sequential of modules of equal or alternating classes.
+    ``modules``: units by name.
     """
 
     modules: Mapping[str, nn.Module]

@@ -120,9 +120,10 @@ class ForwardPatches:
             object.__setattr__(module, _FORWARD, MethodType(forward, module))
 
     def wrap_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
-        """Makes ``module(*args)`` call ``forward(*args)``, without the module as an argument.
+        """Makes ``module(*args)`` call ``forward(*args)`` in place of the module's forward.
 
-        ``layer``: position of the patch; ``note``: its effect, for reports.
+        ``forward`` gets no module, so a wrapper must store the original forward. ``layer``: position of the patch;
+        ``note``: its effect, for reports.
         """
         with self.changing(module, layer, note):
             object.__setattr__(module, _FORWARD, forward)
@@ -202,9 +203,9 @@ def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
 def with_globals(
     function: FunctionType, values: Mapping[str, Any], cells: Mapping[int, Any] = MappingProxyType({})
 ) -> FunctionType:
-    """Returns a copy of ``function`` that reads ``values`` as its globals of these names.
+    """Returns a copy of ``function`` with other contents of some globals and closure cells.
 
-    ``cells``: new contents of closure cells, by index of the cell.
+    ``values``: new contents of globals, by name. ``cells``: new contents of closure cells, by index of the cell.
     """
     scope = {**function.__globals__, **values}
     scope.pop("__name__", None)  # torch.compile would look globals up in the original module by this name
@@ -220,7 +221,7 @@ def with_globals(
 
 
 class Handler(Protocol):
-    """Interface of a callback that runs a call of a module in place of the module's forward.
+    """Interface of a callback that is called in place of a module's forward.
 
     It receives the module's name, original forward and arguments, and returns the result.
     """

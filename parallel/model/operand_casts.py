@@ -26,9 +26,9 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class QuietMode(TorchFunctionMode):
-    """Base class of torch function modes inside which the engine's fused kernels run.
+    """Base class of torch function modes that leave the engine's fused kernels enabled.
 
-    Any other mode, such as a tracer, makes layers call torch's functions.
+    Under any other mode, such as a tracer, layers call torch's functions.
     """
 
 

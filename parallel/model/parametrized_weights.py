@@ -22,10 +22,11 @@ _PUT_ON = "_activate_lora"
 
 
 def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
-    """Patches the modules by which PEFT adapts one parameter of a module, such as a stack of expert weights.
+    """Makes PEFT's adapters of one parameter, such as a stack of expert weights, restore the parameter after each
+    forward.
 
-    After a forward, the adapted module has its original parameter objects, with unchanged version counters. Removal of
-    ``patches`` undoes this.
+    The adapted module then has its original parameter objects, with unchanged version counters. Removal of ``patches``
+    undoes this.
     """
     for module in model.modules():
         if _adapts(module):

@@ -57,7 +57,8 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def replace_absent(model: nn.Module, present: Collection[str], device: torch.device | None = None) -> None:
-    """Replaces the data of each parameter not in ``present`` by a placeholder of one element.
+    """Replaces the data of each parameter not in ``present`` by a placeholder of the same shape that stores one
+    element.
 
     A tied parameter stays if one of its names is in ``present``. Replaced parameters remain the same objects and
     require no gradient. ``device`` None: the parameter's device, or the CPU for meta.

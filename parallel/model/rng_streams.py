@@ -306,7 +306,8 @@ class HostDraws:
         """Seeds Python's and NumPy's generators for a forward inside the context, if the model draws from them.
 
         ``step``: identifies the training step. ``training``: mode of the model. ``known``: True if the forward draws,
-        False if not, None if unknown: the first forward in each mode and of each step is seeded, and watched for draws.
+        False if not, None if unknown. The first unknown forward of each mode, and of each step, is seeded and watched;
+        once one draws, all later forwards are seeded.
         """
         self.end_backward()
         self._drawn = self._drawn or known is True

@@ -144,9 +144,10 @@ class AttributeState:
         return one is other or self._idle.issuperset(_changed(one, other))
 
     def settle(self, one: State, other: State) -> None:
-        """Excludes from :meth:`read` the numbers and strings that differ between ``one`` and ``other``.
+        """Excludes from :meth:`read` the attributes with different numbers or strings in ``one`` and ``other``.
 
-        Call it if the forwards in both states had the same trace. Bools are never excluded.
+        Call it if the forwards in both states had the same trace, which shows that these attributes do not matter.
+        Bools are never excluded.
         """
         for place in _changed(one, other):
             values = one.get(place), other.get(place)

@@ -20,9 +20,9 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 class Regions(Protocol):
-    """Interface of a running forward, such as the forward of a pipeline stage.
+    """Interface of a running forward, such as the forward of a pipeline stage, for :func:`spread_checkpoints`.
 
-    ``inside``: True in a module that the recorded forward contains as one call. ``regions``: options of the
+    ``inside``: True while a unit runs: a module that the trace records as one call. ``regions``: options of the
     ``torch.utils.checkpoint`` calls in progress.
     """
 

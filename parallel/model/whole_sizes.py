@@ -53,7 +53,7 @@ class RunningModules:
             self._running -= 1
 
     def asks_for_whole(self, callers: int = 1) -> bool:
-        """Returns True if user code outside sharded modules reads a parameter's size.
+        """Returns True if the code that reads a parameter's size is user code, and no sharded module is running.
 
         ``callers``: number of stack frames from the caller of this method to the code that reads.
         """
@@ -120,7 +120,7 @@ class PartParameter(WholeSizes, nn.Parameter):
 def answer_whole(parameter: nn.Parameter, shape: tuple[int, ...], running: RunningModules) -> None:
     """Makes ``parameter``, a sharded ``nn.Parameter``, show the full sizes ``shape`` to the user's code.
 
-    Inside the modules counted by ``running``, it shows the sizes of the shard.
+    While ``running`` counts a running module, the parameter shows the sizes of the shard.
     """
     untyped: Any = parameter
     untyped._whole_shape, untyped._running_modules = torch.Size(shape), running

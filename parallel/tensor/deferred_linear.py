@@ -59,9 +59,10 @@ class DeferralPolicy(Protocol):
     """Interface of policies for weight and bias gradients in backward: computed at once, later or never."""
 
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
-        """Returns True to take over the gradients ``wanted``; False to have backward compute them at once.
+        """Returns True if the policy computes the gradients ``wanted`` later or never; False: backward computes them at
+        once.
 
-        ``nodes``: ``next_functions`` of the product's autograd node.
+        ``nodes``: ``next_functions`` of the autograd node of the matrix product.
         """
 
 
@@ -164,7 +165,8 @@ def weight_gradient(
 
 
 def unless_added(compute: "partial[Tensor]", main: MainGradient | None, node: Any | None) -> Tensor | None:
-    """Computes a weight gradient. If possible, adds it in place to ``main`` and returns None; otherwise returns it.
+    """Computes a weight gradient. If the running backward may write ``main``, adds the gradient to it in place and
+    returns None; otherwise returns the gradient.
 
     ``main``: buffer that sums the weight's gradients. ``compute``: :func:`weight_gradient` with bound arguments.
     ``node``: autograd node that accumulates the gradient; None outside of autograd.
@@ -221,7 +223,8 @@ class FusedForward:
 def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:
     """Makes the linear layer ``layer`` apply ``activation`` to its output, in the matrix product's kernel if possible.
 
-    ``kernels``: implementation for a replicated layer; a sharded layer has its own. Removal of ``patches`` undoes this.
+    ``kernels``: implementation for a replicated layer; a sharded layer uses the implementation of its tensor axis.
+    Removal of ``patches`` restores ``layer``.
     """
     note = f"computes the activation {activation} in its product's kernel"
     if activation == "none":

@@ -56,9 +56,10 @@ class Repeats(Protocol):
     """Interface of a cache for results of collectives in forward; recomputation reads it instead of communicating."""
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Launches a collective by ``start()`` and caches its ``result``; in recomputation restores ``result`` instead.
+        """Launches a collective by ``start()`` and caches its ``result``; in recomputation fills ``result`` from the
+        cache instead.
 
-        Returns a handle to wait for. ``given``: input of the collective, which may overwrite it.
+        Returns a handle to wait for. ``given``: the collective's input, which ``start()`` may overwrite.
         """
 
 
@@ -124,8 +125,8 @@ class TensorAxis:
     def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
         """Reports the collective ``op`` to ``listener``, only in a run without communication.
 
-        ``whole``: a tensor of the full size, which gives the bytes. ``made``: for a collective of backward, the result
-        of the forward; its ``grad_fn`` runs the collective. None for a collective of forward.
+        ``whole``: a tensor of the full size, for the number of bytes. ``made``: for a collective in backward, the
+        tensor returned by forward, with a ``grad_fn`` that runs the collective; None for a collective in forward.
         """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         if not self.dry or self.listener is None or isinstance(whole, FakeTensor):
@@ -221,8 +222,8 @@ class TensorAxis:
     def expect_rows(self, label: str, sent: tuple[int, ...], whole: Tensor, made: Tensor | None = None) -> None:
         """Reports an all-to-all exchange to ``listener``, only in a run without communication.
 
-        ``sent[r]``: bytes that rank r sends of the tensor ``whole``. ``made``: for an exchange of backward, the result
-        of the forward; its ``grad_fn`` runs the exchange. None for an exchange of forward.
+        ``sent[r]``: bytes that rank r sends of the tensor ``whole``. ``made``: for an exchange in backward, the tensor
+        returned by forward, with a ``grad_fn`` that runs the exchange; None for an exchange in forward.
         """
         if self.dry and self.listener is not None and not isinstance(whole, FakeTensor):
             node = None if made is None else made.grad_fn

@@ -25,7 +25,7 @@ from engine.parallel.pipeline.schedule.simulate import Cost, Span, StepTimeline,
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of one step of a schedule.
+    """Bubble, makespan, memory and messages of one step of a schedule.
 
     A slice, the unit of memory, is the activations of one microbatch in one rank's share of an evenly divided model.
     """

@@ -89,7 +89,7 @@ class StageRunner(Protocol):
         """Computes the deferred weight gradients of ``stage`` and ``microbatch``."""
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context that computes weight gradients of ``stage`` and ``microbatch`` in waits for collectives.
+        """Returns a context that fills waits for collectives with the weight gradients of ``stage`` and ``microbatch``.
 
         :meth:`weights` computes the weight gradients that are still deferred.
         """
@@ -151,8 +151,8 @@ class Executor:
     def run_part(self, row: RankSchedule, runner: StageRunner, part: range) -> None:
         """Runs the actions of ``row`` at the positions ``part``; ``runner`` computes them.
 
-        Live microbatches remain stored for a later call. The actions must exchange no messages with other actions of
-        ``row``.
+        Live microbatches remain stored for a later call. Each message must be sent and received in the same part, on
+        all ranks.
         """
         try:
             self._play(row, runner, part)

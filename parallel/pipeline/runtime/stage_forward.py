@@ -145,7 +145,7 @@ class StageForward:
         raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
 
     def stop_after(self, event: int | None) -> None:
-        """Raises StopForward if this stage needs no event of the recorded forward from ``event`` on.
+        """Raises StopForward if this stage needs neither ``event`` nor a later event of the recorded forward.
 
         ``event``: number of the next call or operation; None at the end.
         """
@@ -166,7 +166,7 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
-        """Stores the tensors to send, from ``out`` and ``arguments``, the result and arguments of a call or operation.
+        """Stores the tensors to send after a call or operation with the result ``out`` and the arguments ``arguments``.
 
         ``output``: structure of ``out``. ``writes``: (position in ``arguments``, value number) of tensors written in
         place. Returns ``out``, with a view in place of each sent tensor that has a hook.

@@ -55,8 +55,8 @@ class Transport(Protocol):
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
         """Starts to receive ``message``; returns a function that waits and returns the tensor.
 
-        ``exact``: equal to the sender's; False allows fewer bits. Call it, for each flow between two stages, in the
-        order of the sends.
+        ``exact``: equal to the sender's; False allows fewer bits. Call :meth:`receive`, for each flow between two
+        stages, in the order of the sends.
         """
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:

@@ -75,7 +75,9 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of the actions of all pipeline ranks in one step; :func:`check` proves that it cannot deadlock.
+    """Order of the actions of all pipeline ranks in one step.
+
+    Construction does not exclude deadlocks: :func:`check` raises an error for them.
 
     Raises:
         ScheduleError: the numbers of rows and ranks differ, or a stage is on no rank or on several.

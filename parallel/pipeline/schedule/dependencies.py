@@ -73,10 +73,13 @@ class DependencyGraph:
         ]
 
     def with_rendezvous(self, receives_ahead: int) -> Columns:
-        """Returns the dependencies between actions as three columns: two of data, and one of sends that block.
+        """Returns the dependencies between actions, with sends that block until their receives are posted, as three
+        columns.
 
-        Such sends wait until their receives are posted. Entry i of a column is the number of an action that must
-        precede action i, or -1. ``receives_ahead``: number of next actions for which a rank posts receives in advance.
+        Entry i of a column is the number of an action that must precede action i, or -1. Columns 1 and 2: actions that
+        compute data for action i, on the same and on a neighbouring stage. Column 3: the receiver's action that must
+        end before the send just before action i completes. ``receives_ahead``: number of next actions for which a rank
+        posts receives in advance.
         """
         column = [-1] * len(self.actions)
         for source, taker in self.sends():

@@ -37,8 +37,8 @@ from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """Makes the V form of DualPipe (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1) for m >= 2p microbatches on p ranks.
 
-    Rank r has the stages r and 2p-1-r. The bubble is (p-1)/(6m+p-1). A rank has at most 2p + 1 live activations, one
-    per stage and microbatch.
+    Rank r has the stages r and 2p-1-r. The bubble is (p-1)/(6m+p-1). A rank stores the activations of at most 2p + 1
+    pairs (stage, microbatch) at a time.
     """
     rows = tuple(tuple(_Row(ranks, rank).fill(microbatches)) for rank in range(ranks))
     return Schedule("dualpipe-v", 2 * ranks, microbatches, rows, v_shape(ranks))

@@ -211,7 +211,7 @@ def interleaved_split(ranks: int, turns: Sequence[range], virtual_stages: int) -
 def v_split(ranks: int, microbatches: int) -> Rows:
     """Makes ZB-V (Qi et al. 2023, section 6), with stages r and 2p-1-r on rank r of p.
 
-    Returns the actions of each rank. A rank has at most 2p live activations, one per stage and microbatch.
+    Returns the actions of each rank. A rank stores the activations of at most 2p pairs (stage, microbatch) at a time.
     """
     rows = (_v_row(ranks, rank, max(microbatches, 2 * ranks - 1)) for rank in range(ranks))
     return tuple(tuple(action for action in row if action.microbatch < microbatches) for row in rows)

@@ -70,7 +70,7 @@ class Cost:
     def shared(self, ranks: int, stages: int) -> "Cost":
         """Converts the times of a rank's share of the model to the times of single stages of equal size.
 
-        Transfers are unchanged.
+        ``stages``: number over all ``ranks``. Transfers are unchanged.
         """
         return replace(self, stages=(ranks / stages,) * stages) if stages != ranks else self
 
@@ -163,9 +163,9 @@ Releases = tuple[tuple[tuple[int, ...], ...], ...]
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:
     """Finds the sends to neighbouring stages that must complete before each action of the sending rank.
 
-    Returns, for each rank and action, the positions of the sending actions among the rank's actions. The waits delay no
-    rank at the default :class:`Cost`, and cannot deadlock at any cost. ``receives_ahead``: number of next actions for
-    which a rank posts receives in advance.
+    Returns, for each rank and action, the positions of the sending actions among the rank's actions. Waits for these
+    sends delay no rank at the default :class:`Cost`, and cannot deadlock at any cost. ``receives_ahead``: number of
+    next actions for which a rank posts receives in advance.
 
     Raises:
         ScheduleError: the schedule is incomplete or stuck.

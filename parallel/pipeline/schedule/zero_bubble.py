@@ -145,10 +145,10 @@ _SLOW = (Cost(transfer=0.25), Cost(transfer=0.5), Cost(transfer=2))
 def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None) -> Schedule:
     """Makes ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism), interleaved for several stages per rank.
 
-    With m >= p microbatches on p ranks of v stages, the bubble is (p-1)/(3vm+p-1). A rank has at most pv live
-    activations, one per stage and microbatch.
+    With m >= p microbatches on p ranks of v stages, the bubble is (p-1)/(3vm+p-1). A rank stores the activations of at
+    most pv pairs (stage, microbatch) at a time.
 
-    With ``cost``, simulation selects the order with the shortest step, possibly with more live activations.
+    With ``cost``, simulation selects the order with the shortest step, possibly with more stored activations.
     """
     p, m, v = ranks, microbatches, virtual_stages
     placement, most = loop(p, v), p * v
@@ -169,8 +169,9 @@ def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | N
 def zb_v(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedule:
     """Makes ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r of p.
 
-    With m >= p microbatches, the bubble is (p-1)/(6m+p-1). Every rank has at most 2p live activations, one per stage
-    and microbatch. A simulation with the times ``cost`` selects the shortest order; None: F, I and W take 1 each.
+    With m >= p microbatches, the bubble is (p-1)/(6m+p-1). A rank stores the activations of at most 2p pairs (stage,
+    microbatch) at a time. Simulation with the times ``cost`` selects, from several orders of the actions, one with the
+    shortest step; None: F, I and W take 1 each.
     """
     most = 2 * ranks
     ahead = (most,) * ranks

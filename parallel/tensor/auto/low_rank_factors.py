@@ -181,10 +181,10 @@ class Factors:
     # ---- products
 
     def between(self, summed: int, kept: int) -> list[Term]:
-        """Returns the factors of each low-rank term as matrices (inner [.., I, Z], outer [.., O, Z]) for a product.
+        """Returns the two factors of each low-rank term as matrices (inner [.., I, Z], outer [.., O, Z]).
 
-        The product sums over dim ``summed`` of the weight, of size I. ``kept``: the other dim, of size O. Z: rank of
-        the term.
+        A product that sums over dim ``summed`` of the weight, of size I, multiplies a tensor by inner, then by the
+        transpose of outer. ``kept``: the weight's other dim, of size O. Z: rank of the term.
 
         Raises:
             NoRuleError: both dims are in one factor, or one dim is in both factors.

@@ -51,8 +51,8 @@ class WholeWeightError(Exception):
 class Parts:
     """Factors of a low-rank parameter A B' + P v' + u Q', in which ' is the transpose.
 
-    A, B, u and v are random; P and Q are zeros, the only autograd leaves. A factor has the dims of the parameter, of
-    size one for dims that only the other factor has, then one dim for its columns.
+    A, B, u and v are random; P and Q are zeros, the only autograd leaves. A factor has the dims of the parameter, and a
+    last dim for its columns. Dims that only the other factor has are of size one.
     """
 
     random: tuple[Tensor, Tensor]
@@ -174,8 +174,8 @@ def low_rank_parameter(
 ) -> LowRankWeight:
     """Returns a random low-rank parameter of ``shape`` [.., O, I], with entries of about 1 / sqrt(I).
 
-    ``weight``: the parameter's name, added to the set ``refused`` if code reads the parameter below torch functions or
-    without a graph.
+    ``weight``: the parameter's name. It is added to the set ``refused`` if the parameter is used under
+    ``torch.no_grad``, in place, or by code that bypasses ``__torch_function__``, such as a kernel.
     """
     *experts, outputs, inputs = shape
     ones = (1,) * len(experts)

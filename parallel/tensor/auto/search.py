@@ -243,7 +243,8 @@ class AttributeReads:
         self._watching = False
 
     def watch(self, block: nn.Module) -> None:
-        """Makes the modules of ``block``, a private copy, record reads of this recorder's integer attributes.
+        """Makes the modules of ``block``, a private copy, report reads of their watched integer attributes to this
+        recorder.
 
         The classes of the modules change and are not restored.
         """

@@ -132,7 +132,8 @@ class Number(NamedTuple):
 def divisible_attributes(block: nn.Module, group: CoupledParameters, tp: int) -> list[Number]:
     """Returns the integer attributes that may have to be divided by ``tp`` when ``group`` is sharded.
 
-    Their values are multiples of ``tp``, or divisors of it above 1. Attributes that a module's methods read come first.
+    Their values are multiples of ``tp``, or divisors of it above 1, which become 1. Attributes that a module's methods
+    read come first.
     """
     paths: dict[str, None] = {}
     for name in group.cuts:

@@ -82,10 +82,11 @@ class GlobalTensorContext:
         self._entered.clear()
 
     def entered(self, key: Hashable, given: Tensor, enter: Callable[[Callable[[], None]], Tensor]) -> Tensor:
-        """Returns a copy of the plain tensor ``given``, with its own backward, for operations with global tensors.
+        """Returns the copy of ``given`` that ``enter`` makes, or the cached copy of an earlier call with the same
+        ``key``.
 
-        The copy is cached under ``key``, which must contain the id of ``given``. ``enter`` makes the copy. Its
-        argument, a function that drops the cached copy, must be called in the copy's backward.
+        ``key`` must contain the id of ``given``, a plain tensor. ``enter(drop)`` makes the copy for operations with
+        global tensors. The copy's backward must call ``drop()``, which removes it from the cache.
         """
         hit = self._entered.get(key)
         if hit is not None and hit[0] is given:
@@ -115,7 +116,8 @@ class GlobalTensorContext:
         return found  # type: ignore[no-any-return]
 
     def current(self, sets: Sets) -> Sets:
-        """Returns the sharding in the running forward of a tensor that had the sharding ``sets`` in an earlier forward.
+        """Converts ``sets``, a tensor's sharding in an earlier forward, to the tensor's sharding in the running
+        forward.
 
         This class returns ``sets``; a subclass may return another sharding.
         """

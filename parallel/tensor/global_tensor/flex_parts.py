@@ -31,9 +31,9 @@ class FlexPart(NamedTuple):
     def of(
         device: torch.device, rows: Runs | None = None, heads: Runs | None = None, queries: Runs | None = None
     ) -> "FlexPart":
-        """Returns the part with the indices in ``rows``, ``heads`` and ``queries``: arrays [m, 2] of (first, last + 1).
+        """Returns the part of a flex attention call with the given indices of batch rows, heads and queries.
 
-        None means all indices.
+        Each argument is an array [m, 2] of ranges (first, last + 1); None means all indices.
         """
 
         def table(runs: Runs | None) -> Tensor | None:

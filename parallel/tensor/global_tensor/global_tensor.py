@@ -270,7 +270,7 @@ def refuse_below(context: "GlobalTensorContext") -> None:
     """Raises an error: an autograd Function or kernel got a global tensor of ``context``.
 
     Raises:
-        EngineError: always; the text names the function or kernel.
+        EngineError: always; the text names the function or kernel, ``context.reached_below``.
     """
     caller, context.reached_below = context.reached_below or "code below torch functions", None
     if "CheckpointFunction" in caller:

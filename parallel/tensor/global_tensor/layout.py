@@ -36,8 +36,8 @@ class Layout(NamedTuple):
 
 
 def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
-    """Returns the layout of the broadcast of operands with ``layouts``; a rank has the indices that it stores of every
-    operand.
+    """Returns the layout of the broadcast of operands with ``layouts``; a rank has the intersection of its indices in
+    all operands.
 
     The last ``tail`` dims take no part in the broadcast; the layout has size 1 in their place.
 
@@ -110,7 +110,8 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
 
 
 def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the smallest parts of a reshape, as pairs (dim numbers in ``old``, dim numbers in ``new``).
+    """Yields the smallest groups of dims that a reshape changes independently, as pairs (dim numbers in ``old``, dim
+    numbers in ``new``).
 
     Both sides of a pair have equally many elements.
 
@@ -195,8 +196,8 @@ def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
     """Restricts the sharding ``index`` of a dim to the indices ``taken`` of a slice; returns (old, new).
 
-    Indices are positions in the full dim in ``old``, in the slice in ``new``. ``new`` is None if every rank stores the
-    whole slice.
+    ``old`` contains positions in the full dim, ``new`` contains positions in the slice. ``new`` is None if every rank
+    stores the whole slice.
     """
     asked = runs_from(taken)
     held = [meet(own, asked) for own in index.runs]

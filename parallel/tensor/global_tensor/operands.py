@@ -46,10 +46,10 @@ class Joined(NamedTuple):
 def broadcast_operands(context: "GlobalTensorContext", tensors: Sequence[Tensor], tail: int = 0) -> Joined:
     """Returns the full shape and sharding of the broadcast of ``tensors``, and the sharding that each operand needs.
 
-    The last ``tail`` dims are left out of the broadcast.
+    The last ``tail`` dims take no part in the broadcast: the result has size 1 in their place.
 
     Raises:
-        NoRuleError: for some element of the result, no rank stores the elements of all operands.
+        NoRuleError: some element of the result needs elements of operands that are not all on one rank.
     """
     layouts = tuple(map(layout_of, tensors))
     return context.find(("join", tail, layouts), lambda: _join(layouts, tail))
@@ -69,7 +69,8 @@ def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
 def part(context: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
     """Returns this rank's shard of ``tensor`` for an operation with a result sharded as ``sets``.
 
-    Each dim is sharded as the result's dim, aligned from the last as in a broadcast; dims of size 1 stay full.
+    The dims of ``tensor`` and result are aligned from the last, as in a broadcast, and sharded equally; dims of size 1
+    stay full.
     """
     return fit(context, tensor, _wanted(tensor.shape, sets, 0))
 
@@ -88,8 +89,8 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
     """Returns this rank's shard of the plain tensor ``plain``, with dim i sharded as ``wanted[i]``.
 
-    Partial gradients of ``plain`` are summed over the ranks: at the end of the step if ``plain`` is a parameter with
-    one sum per step (``context.sums_once``), otherwise in backward.
+    Partial gradients of ``plain`` are summed over the ranks: at the end of the step if ``plain`` is a parameter,
+    outside ``context.equal``, with ``context.sums_once(plain)`` True; otherwise in backward.
     """
     if plain.requires_grad and context.plain is PlainGradient.EQUAL:
         # the gradient is complete only after a sum or a gather: once a step, or here

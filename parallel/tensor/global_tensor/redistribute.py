@@ -153,8 +153,8 @@ def add_rows(
     """Sums ``local``, the partial result of a product, over the ranks by an all-reduce to a plain tensor.
 
     With ``context.sequence``, a reduce-scatter of ``local`` [.., S, O] makes a global tensor sharded along S. The sum
-    may overwrite ``local``. ``folded``: sizes of the dims (.., S) that were flattened into the first dim of ``local``,
-    or None; each rank then gets a shard of S for every batch entry.
+    may overwrite ``local``. ``folded``: if several dims (.., S) were flattened into the first dim of ``local``, their
+    sizes; the sequence of each batch entry is then sharded by itself.
 
     Raises:
         SequenceError: ``local`` has batch dims, and the number of ranks does not divide S.
@@ -189,9 +189,9 @@ def cut_rows(context: "GlobalTensorContext", local: Tensor, shape: tuple[int, ..
 
 
 def in_order(context: "GlobalTensorContext", joined: Tensor, dim: int, index: Index) -> Tensor:
-    """Returns ``joined``, the concatenated shards of all ranks, in the order of the full tensor along ``dim``.
+    """Sorts ``joined``, the shards of all ranks concatenated along ``dim``, into the order of the full tensor.
 
-    ``index``: sharding of ``dim``.
+    ``index``: sharding of ``dim``, with each index on one rank.
     """
     if index.blocks:
         return joined

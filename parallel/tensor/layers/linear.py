@@ -88,9 +88,9 @@ class ColumnLayer(nn.Module):
         return self.tensor_leave(self.tensor_region.enter(self, x_I).multiply(self))
 
     def tensor_enter(self, x_I: Tensor) -> Tensor:
-        """Returns the copy of ``x_I`` that all column layers of this layer's parallel region share.
+        """Returns a copy of ``x_I``, shared by all column layers of the same parallel region.
 
-        Backward sums its gradient over "tp".
+        Backward sums the gradient of the copy over "tp".
         """
         return self.tensor_region.enter(self, x_I).copy
 
@@ -165,8 +165,8 @@ class ColumnLinear(ColumnLayer, nn.Linear):
     """``nn.Linear`` with sharded outputs: each rank stores ``out_features / size`` of them, for ``size`` ranks of
     ``axis``.
 
-    Ranks with the same seed have shards of one weight. ``region``: parallel region, shared by layers with a common
-    input (query, key and value) and the next row layer.
+    Seed all ranks equally, so that their shards belong to one weight. ``region``: parallel region, which column layers
+    with a common input (query, key, value) share with the next row layer.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.
@@ -185,7 +185,8 @@ class RowLinear(RowLayer, nn.Linear):
     """``nn.Linear`` with sharded inputs: each rank stores ``in_features / size`` of them, for ``size`` ranks of
     ``axis``.
 
-    Ranks with the same seed have shards of one weight. ``region``: parallel region of the column layers before it.
+    Seed all ranks equally, so that their shards belong to one weight. ``region``: parallel region of the column layers
+    before it.
 
     Raises:
         PlanError: the number of ranks does not divide ``in_features``.
@@ -251,7 +252,8 @@ def local_rows(full: Tensor, dim: int, ranges: tuple[Range, ...], index: int) ->
 class GatheredColumnLayer(ColumnLayer):
     """Column layer that gathers its outputs over "tp": x [.., I] -> y [.., O], both equal on all ranks.
 
-    Labels: "column outputs" in forward; "column inputs" in backward, which sums the gradient of x.
+    The gather in forward has the label "column outputs" in reports. Backward sums the gradient of x, with the label
+    "column inputs".
     """
 
     tensor_widths: tuple[int, ...]
@@ -267,7 +269,7 @@ class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
     """``nn.Linear`` with sharded outputs that are gathered over ``axis``, so that every rank returns all
     ``out_features``.
 
-    The arguments are the sizes of the full layer. Ranks with the same seed have shards of one weight.
+    The arguments are the sizes of the full layer. Seed all ranks equally, so that their shards belong to one weight.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.
@@ -287,8 +289,8 @@ def prepare_gathered(module: nn.Module, widths: tuple[int, ...]) -> None:
 class ExpertsLayer(nn.Module):
     """Module with sharded parameters, such as fused MoE experts; its partial outputs are summed over "tp".
 
-    Inputs and summed outputs are equal on all ranks. Backward sums the gradients of the float inputs. Labels: "row
-    outputs" and "column inputs".
+    Inputs and summed outputs are equal on all ranks. The sum has the label "row outputs" in reports. Backward sums the
+    gradients of the float inputs, with the label "column inputs".
     """
 
     tensor_region: Region

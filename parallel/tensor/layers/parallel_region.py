@@ -59,8 +59,8 @@ class Region:
     def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Shared:
         """Returns the copy of ``x`` that all column layers of this region share.
 
-        A second call by the same ``layer`` begins a new forward, unless ``again`` is True: ``x`` is then one more input
-        of the running forward.
+        A second call by the same ``layer`` begins a new forward. With ``again`` it does not: ``x`` is one more input of
+        the running forward.
         """
         if not self._entered or (id(layer) in self._entered and not again):
             self._open(layer.training, x.device)

@@ -152,8 +152,8 @@ class OutsideReads(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Watches the torch functions of this thread inside the context.
 
-        Adds to ``names`` the sharded parameters that code outside their module reads, and to ``plain`` the ``id`` of
-        each parameter that some operation reads without any global tensor as operand.
+        Adds to ``names`` the sharded parameters that code outside their module reads. Adds to ``plain`` the ``id`` of
+        each parameter that some operation reads together with plain tensors only.
         """
         handles: list[RemovableHandle] = []
         for layer in self._layers:

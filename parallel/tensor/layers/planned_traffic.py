@@ -147,8 +147,8 @@ class CollectiveRecorder:
 class TrafficRecorder(CollectiveRecorder):
     """Recorder of the collectives that ``model`` would run, sharded by ``plan`` over ``tp`` tensor ranks.
 
-    ``wire``: encoding of activations for transfers, or None. ``others``: further axes, without communication.
-    ``recomputed``, ``partly``: modules with recomputed activations, as in :class:`CollectiveRecorder`.
+    ``wire``: encoding of activations for transfers, or None. ``others``: further axes with collectives to record;
+    nothing is sent. ``recomputed``, ``partly``: modules with recomputed activations, as in :class:`CollectiveRecorder`.
     """
 
     def __init__(
@@ -256,7 +256,8 @@ class LogitUse:
 
 
 def loss_traffic(use: LogitUse, tp: int) -> Tally:
-    """Returns the traffic of one of ``tp`` tensor ranks for the logits after the head, by axis and label.
+    """Returns the traffic, by axis and label, of one of ``tp`` tensor ranks for operations on logits after the head, in
+    forward and backward.
 
     ``use``: result of :func:`find_logit_use`.
     """
@@ -269,7 +270,8 @@ def _traffic(axis: TensorAxis, sent: Expected | ExpectedRows, rank: int = 0) -> 
 
 
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
-    """Returns the collectives that one of ``tp`` tensor ranks runs for the logits, and functions that gather them.
+    """Returns the collectives that one of ``tp`` tensor ranks runs for the logits, and the functions that gather full
+    logits.
 
     ``timeline``: trace of the model with its loss. Communicates nothing.
     """

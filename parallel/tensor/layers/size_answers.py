@@ -24,11 +24,11 @@ _WHOLE, _RUNNING = "_whole_values", "_running_modules"
 
 
 class WholeSizeAnswers:
-    """Installer of patches that make sharded layers show full sizes to code outside the blocks that contain them.
+    """Installer of patches that make sharded layers show full sizes to code outside the layers' blocks.
 
-    A block is, for example, a transformer layer. Sizes are shapes and integer attributes. Code inside a running block
-    reads the sizes of shards. Construct the installer before sharding, and call :meth:`install` after sharding.
-    ``plan``: None installs nothing.
+    The block of a layer is the element of a ModuleList or Sequential around it, such as a transformer layer. Sizes are
+    shapes and integer attributes. Code inside a running block reads the sizes of shards. Construct the installer before
+    sharding, and call :meth:`install` after sharding. ``plan``: None installs nothing.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None) -> None:

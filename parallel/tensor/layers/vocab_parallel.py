@@ -98,10 +98,10 @@ class HeadLayer(nn.Module):
         return ShardedLogits.wrap(logits_W, vocabulary)
 
     def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
-        """Returns (plain tensor, settings) for a head with the input ``x_D``.
+        """Returns (plain tensor, settings), arguments of :func:`enter_region`, for a head with the input ``x_D``.
 
-        The tensor is this rank's shard if ``x_D`` is sharded along the sequence, and the settings then gather it over
-        "tp"; otherwise it is ``x_D`` in full.
+        If ``x_D`` is sharded along the sequence, the tensor is this rank's shard, and :func:`enter_region` gathers it
+        over "tp". Otherwise the tensor is ``x_D`` in full.
         """
         dim = None
         if type(x_D) is GlobalTensor:

@@ -77,8 +77,8 @@ def drop(
     ``inplace``: None if ``func`` has no such argument.
 
     Raises:
-        NoRuleError: ``input`` is a plain tensor; or some elements are on several ranks but not on all, and ``func`` is
-            not ``F.dropout``.
+        NoRuleError: ``input`` is a plain tensor. Also for a ``func`` other than ``F.dropout`` if some elements are on
+            several ranks but not on all.
     """
     if type(input) is not GlobalTensor:
         raise NoRuleError("dropout got a plain tensor.")

@@ -321,7 +321,7 @@ def added_rows(
 ) -> Any:
     """Returns the rows of the table ``weight`` [V, H] at the indices ``ids``, as :func:`embedding` does.
 
-    If ``kernels`` has a gradient buffer of the table, backward may add to it in place and return no gradient. The row
-    ``padding`` gets no gradient.
+    ``kernels``: may have a gradient buffer of the table. If the running backward may write the buffer, it adds to the
+    buffer in place and returns no gradient. The row ``padding`` gets no gradient.
     """
     return embedding(context, lambda rows, table: look_up_rows(table, rows, padding, kernels), ids, weight)

@@ -46,7 +46,9 @@ def along(context: "GlobalTensorContext", func: Function, input: Any, dim: Any =
 
 
 def flip(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``flip`` on this rank's shard of ``input``, along the dims in ``sizes`` or ``dims``.
+    """Runs ``flip`` on this rank's shard of ``input``.
+
+    ``sizes``: dims to flip, as separate numbers or one sequence; or keyword ``dims``.
 
     Raises:
         NoRuleError: a dim to flip is sharded; the caller then gathers ``input``.

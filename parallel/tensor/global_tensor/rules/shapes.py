@@ -212,7 +212,7 @@ def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: A
 
 
 def tile(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``tile`` of a global tensor: repeats the last dims the given numbers of times, as a b a b."""
+    """Runs ``tile`` of a global tensor, with a number of repeats in ``sizes`` or ``dims`` for each of the last dims."""
     times = given_sizes(sizes, dims=dims)
     return repeat(context, func, input, repeats=(*(1,) * (input.ndim - len(times)), *times))
 

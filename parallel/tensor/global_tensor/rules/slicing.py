@@ -60,7 +60,7 @@ def _joined(layouts: list[Layout], dim: int, ranks: int) -> Layout:
 def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
     """Returns the slice ``taken`` of the global tensor ``x`` along ``dim``; each rank slices its shard.
 
-    For a single index of a sharded dim, all ranks get its elements as a plain tensor.
+    A slice of at most one index along a sharded dim becomes a plain tensor on all ranks.
     """
     context, index = x.views, x.sets[dim]
     bounds = taken.indices(x.full[dim])

@@ -239,8 +239,9 @@ TENSOR_RULES = Rules(by_function=_table(), fallback=gathered)
 
 
 def global_context(axis: TensorAxis, sequence: bool = False, regather: bool = False) -> GlobalTensorContext:
-    """Returns a new context for global tensors over ``axis``, with all rules.
+    """Returns a new context for global tensors over ``axis``, with the rules of all supported functions.
 
-    ``sequence``: True for sequence parallelism. ``regather``: True gathers inputs again in backward.
+    ``sequence``: True for sequence parallelism. ``regather``: True gathers the inputs of column layers again in
+    backward, instead of storing them.
     """
     return GlobalTensorContext(axis, TENSOR_RULES, sequence, regather)
