@@ -38,7 +38,7 @@ class CommandSource(Protocol):
         """Stores the result of the command that ``take`` returned with ``key``.
 
         Args:
-            retained: bytes of autograd graphs stored for later backwards, on the rank with the most.
+            retained: bytes of autograd graphs stored for later backwards; the maximum over ranks.
         """
 
 
@@ -46,7 +46,7 @@ class CommandLoop:
     """Loop in which all ranks run the commands of rank 0's source in the same order.
 
     Args:
-        host: group that sends bytes between the host memories of all ranks, also across hosts.
+        host: group that sends bytes between all ranks through CPU memory, also from machine to machine.
         run: callback that runs a command on this rank and returns its result.
         spoil: callback for a command that succeeded on some ranks only; called on all ranks.
         source: source of commands on rank 0; None on other ranks.

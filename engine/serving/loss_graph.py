@@ -99,7 +99,8 @@ class LossGraph:
             inputs: the datum's other inputs by name.
 
         Raises:
-            ServedError: an input is missing, a call fails, a result is too large, or the output is no scalar loss.
+            ServedError: an input is missing, the output is no scalar loss, or an operation of the loss fails or makes
+                too large a tensor.
         """
         values: Values = {}
         given = iter([logprobs, *(self._input(name, inputs) for name in self._inputs[1:])])

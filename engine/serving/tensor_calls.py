@@ -57,7 +57,7 @@ class _Retained:
 
 
 class TensorCalls:
-    """Executor of the forwards, backwards and functions that clients call with tensors, on this rank.
+    """Executor, on this rank, of clients' requests with tensors: forwards, backwards and calls of functions.
 
     It stores the autograd graph of a forward until the client sends gradients.
 

@@ -117,7 +117,8 @@ class _Retained:
 class TenantTrainer:
     """Trainer of one client's model on this rank, with the model's engine and the number of its updates.
 
-    The trainer stores its last forward-only pass, which a ``forward_backward`` with the same data reuses.
+    The trainer stores the log-probabilities of its last forward-only pass, with their autograd graphs. A
+    ``forward_backward`` with the same data reuses them.
     """
 
     def __init__(self, engine: Engine, graphs: Mapping[str, LossGraph]) -> None:
@@ -136,8 +137,8 @@ class TenantTrainer:
     def forward_backward(self, command: ForwardBackward) -> TrainedOutput:
         """Computes the losses of the data in ``command`` and, unless ``forward_only``, accumulates gradients.
 
-        Returns the log-probabilities of the targets, and metrics. All ranks of the grid call it. It also all-reduces
-        log-probabilities over the data-parallel ranks and gathers metrics from all ranks.
+        Returns the log-probabilities of all targets, and metrics over all data, on every rank. All ranks of the grid
+        call it; they all-reduce the log-probabilities over the data-parallel ranks, and gather the metrics.
 
         Raises:
             ServedError: the data do not fit the loss. All ranks raise it, before any forward.
@@ -173,8 +174,8 @@ class TenantTrainer:
         The result has "grad_norm" and "version", the number of updates and loads. All ranks of the grid call it.
 
         Raises:
-            ServedError: no gradient was accumulated, and the model takes no token ids, so no pass over filler tokens
-                can make a zero gradient.
+            ServedError: no gradient was accumulated, and a zero gradient cannot be made, because the model takes no
+                token ids.
         """
         engine = self.engine
         self._retained = None
@@ -220,7 +221,7 @@ class TenantTrainer:
         """Loads weights and, with ``optimizer``, the optimizer state; drops accumulated gradients.
 
         This trainer's ``version`` grows by 1, or becomes the saved version if this is higher. Without ``optimizer``,
-        AdamW's moments do not change; use this before the first update only. All ranks of the grid call it.
+        AdamW's moments do not change, so such a load must precede the first update. All ranks of the grid call it.
         """
         if self._seen:
             self.engine.zero_grad()

@@ -33,11 +33,11 @@ def take_batch(
     """Takes a step's microbatches, and checks that they are equal on all ranks of the replica (one full copy of the
     model).
 
-    Returns (microbatches, problem, moved anywhere). The problem is the error of ``take`` or of the check, or None. The
-    last item is True if ``moved`` is True on any rank of the replica.
+    Returns (microbatches, problem, changed). The problem is the error of ``take`` or of the check, or None. ``changed``
+    is True if ``moved`` is True on any rank of the replica.
 
-    ``moved``: True if attributes of this rank's model have changed since the ranks last compared their traces of its
-    forward.
+    ``moved``: True if attributes of this rank's model have changed since the last comparison of forward traces between
+    ranks.
 
     Raises:
         EngineError: a rank of the replica did not take part, or has ended.
@@ -64,14 +64,14 @@ def check_batch(
     """Checks that all ranks of a replica (one full copy of the model) have equal batches and equal grad modes.
 
     One all-gather of 8 bytes a rank over the replica, label "batch check". Returns True if ``moved`` is True on any
-    rank.
+    rank. On a rank with a ``problem``, returns False and never raises for batches.
 
-    ``problem``: exception that left this rank without a batch; this rank returns False, and all other ranks raise.
-    ``moved``: True if attributes of this rank's model have changed since the ranks last compared their traces of its
-    forward.
+    ``problem``: exception that left this rank without a batch, or None.
+    ``moved``: True if attributes of this rank's model have changed since the last comparison of forward traces between
+    ranks.
 
     Raises:
-        EngineError: batches or grad modes differ between ranks (all ranks raise), or another rank has no batch.
+        EngineError: batches or grad modes differ between ranks, or another rank has a ``problem``.
     """
     ranks = comm.grid.size("replica")
     if ranks == 1:
@@ -113,8 +113,8 @@ def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm,
     ``problem``: exception of a trace on this rank, or None.
 
     Raises:
-        EngineError: paths differ, or only some ranks have a ``problem``. Ranks without a ``problem`` or with a
-            PlanError raise; other ranks return.
+        EngineError: paths differ, or only some ranks have a ``problem``. A rank never raises if its own ``problem`` is
+            another exception than a PlanError.
     """
     digest = _REFUSED if problem is not None else zlib.crc32(repr(list(paths)).encode())
     mine = torch.tensor([digest], dtype=torch.int64)

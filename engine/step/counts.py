@@ -47,8 +47,10 @@ class StepCounts:
         """Actions of this rank, by number of microbatches and True for training."""
 
     def agree(self, own: int, rows: int, problem: BaseException | None) -> StepCount:
-        """Gathers ``own`` (number of microbatches) and ``rows`` of all data ranks; returns this rank's counts for the
-        step.
+        """Gathers ``own`` (number of microbatches) and ``rows`` of all data ranks.
+
+        Returns the number of microbatches to schedule on this rank, the global index of its first one, and the rows of
+        all data ranks.
 
         One all-gather of 16 bytes a rank over dp, label "microbatches". ``problem``: exception that left this rank
         without a batch, or None.

@@ -25,8 +25,8 @@ def problem_of_any(
 ) -> BaseException | None:
     """Returns ``problem`` or, if only another data rank has a problem, an :class:`OtherRankError`; else None.
 
-    Call it before a step's first forward. Ranks learn about others' problems only with ZeRO 3 (``gathers``), from one
-    byte exchanged over data ranks, or with expert parallelism, from an all-reduce of 8 bytes over ep.
+    Call it before a step's first forward. With ZeRO 3 (``gathers``), data ranks exchange one byte. With expert
+    parallelism, ranks all-reduce 8 bytes over ep. Otherwise it does not communicate, and returns ``problem``.
     """
     failed = problem is not None
     if gathers:
@@ -66,10 +66,11 @@ def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.dev
 
 
 def note_failure(call: str, error: BaseException, comm: Comm, alike: bool) -> EngineError | None:
-    """Records that the engine method ``call`` has raised ``error`` on this rank, and starts a vote of all ranks: the
-    engine stays usable, or ends.
+    """Records that the engine method ``call`` has raised ``error`` on this rank. Starts a vote of all ranks in a
+    thread, by which the engine stays usable or ends.
 
-    If ``error`` reports a lost rank, returns an error that names the rank that failed first; else None.
+    If ``error`` reports a lost rank, waits a few seconds for the vote; if this ends the engine, returns an error that
+    names the rank that failed first. Else returns None.
 
     ``alike``: True if the engine stays usable when all ranks fail in the same call.
     """

@@ -142,7 +142,8 @@ class WeightHolds(StepPart):
     def hold(self, dates: ForwardDates) -> HeldWeights:
         """Returns a handle to the present weights; all calls before the next update return the same handle.
 
-        Copies nothing yet. ``dates``: this rank's guard against backwards of outdated forwards.
+        The next update copies the weights first if the handle still exists. ``dates``: this rank's guard against
+        backwards of outdated forwards.
         """
         now = self.versions()
         for known in self._present:

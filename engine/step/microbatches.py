@@ -52,7 +52,7 @@ class MicrobatchRunner:
     def again(self, step: StepState) -> "MicrobatchRunner":
         """Returns a runner for a second run of the same step, on copies of the microbatches.
 
-        It adds loss and counts to ``step``.
+        ``step``: new state, to which the second run adds its loss and counts.
         """
         copies = [map_tensors(microbatch, torch.clone) for microbatch in self._microbatches]
         return MicrobatchRunner(self._runtime, step, copies, self._random_key, self.kind, self.scheduled)
@@ -155,8 +155,9 @@ class MicrobatchRunner:
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context in which this rank, while it waits for tp collectives, computes the weight gradients that
-        the backward of ``stage`` and ``microbatch`` has deferred.
+        """Returns a context in which this rank computes deferred weight gradients during its waits for tp collectives.
+
+        They are the weight gradients that the backward of ``stage`` and ``microbatch`` has deferred.
         """
         runtime = self._runtime
         return runtime.axis.filling_waits(self._deferred[stage, microbatch].ahead, runtime.program.device)

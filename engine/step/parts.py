@@ -99,7 +99,8 @@ class StepPart:
         return None
 
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
-        """Returns a context to open around one forward; in the context, this part adds to ``counts``.
+        """Returns a context to open around one forward. In the context, this part adds its counts, such as tokens of
+        each expert, to ``counts``.
 
         ``counts`` is a tensor from :meth:`counts`; None outside of training steps.
         """

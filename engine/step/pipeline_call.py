@@ -113,8 +113,8 @@ Gradients = Sequence[Tensor | None]
 
 
 def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
-    """Returns ``tensors`` attached to a new autograd graph; the caller may write into these. A backward passes their
-    gradients to the callback ``arrive``.
+    """Returns ``tensors`` attached to a new autograd graph. The caller may write into the returned tensors; a backward
+    passes the gradients of the returned tensors to the callback ``arrive``.
     """
     anchor = torch.empty(0, requires_grad=True)
     attached: tuple[Tensor, ...] = _Cut.apply(anchor, _Given(tensors, arrive))  # type: ignore[no-untyped-call]
@@ -122,9 +122,9 @@ def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tup
 
 
 def resume_graph(tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> Tensor:
-    """Returns a 0-dim tensor from which a backward continues into the graphs of ``tensors`` with ``gradients``.
+    """Returns a 0-dim tensor; its backward continues in the graphs of ``tensors``, with one of ``gradients`` for each.
 
-    The backward empties the list ``gradients``; an empty list counts as all None.
+    The caller fills the list ``gradients`` before the backward, which empties it. An empty list counts as all None.
     """
     root: Tensor = _Root.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
     return root

@@ -67,7 +67,7 @@ class DelayedUpdates(StepPart):
     def changing(self) -> Iterator[None]:
         """Waits for an update that runs on the host; opens a context for reads or writes of weights.
 
-        The updated weights may be in host memory only; :meth:`bring` copies them to the device.
+        It does not copy the updated weights to the device; call :meth:`bring` before reading them there.
         """
         self._delayed.join()
         yield
@@ -229,7 +229,7 @@ class ReplayedRouters(StepPart):
         self.replay = replay
 
     def taken(self, microbatches: Sequence[Batch]) -> None:
-        """Raises if the experts recorded in a microbatch do not fit the model, such as a wrong number of layers."""
+        """Raises EngineError if the experts recorded in a microbatch are for another number of layers, or invalid."""
         for microbatch in microbatches:
             self.replay.check(microbatch)
 
@@ -283,7 +283,10 @@ class EqualWeights(StepPart):
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Logs the name of a differing weight if the ranks' hashes in ``totals`` do not cancel out; does not raise."""
+        """Logs the name of a weight that differs between ranks; does not raise.
+
+        It looks for one only if the sum of all ranks' hashes in ``totals`` is not 0 modulo 2^31 - 1.
+        """
         if step.copies is not None:
             self._copies.compare(totals.digest_squared, step.sent)
 

@@ -245,8 +245,8 @@ class StepRunner:
     def predict(self, batch: Batch, micro: int | None = None, together: bool = False) -> Any:
         """Returns the model's output for one batch; see :meth:`engine.Engine.predict`.
 
-        ``micro``: rows of a microbatch; None: as configured. ``together``: True if all data ranks call at the same
-        time, to run equally many forwards; a rank without rows calls :meth:`accompany`.
+        ``micro``: rows of a microbatch; None: as configured. ``together``: True to run as many forwards as the
+        data rank with the most microbatches. Then all data ranks must call; a rank without rows, :meth:`accompany`.
         """
         step, split = self.begin(), self._runtime.program.rows.split
         with evaluating(self._model):

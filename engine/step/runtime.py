@@ -227,7 +227,8 @@ class RankRuntime:
     def passes(self, row: RankSchedule) -> Iterator[None]:
         """Opens a context in which this rank runs its forwards and backwards of a step in the order of ``row``.
 
-        ZeRO 3 leaves parameters gathered between two of them if the second needs them at its start.
+        Between two passes (forwards or backwards), ZeRO 3 leaves parameters gathered if the second pass starts with
+        these parameters.
         """
         if self.gatherer is None or self.gatherer.holds:
             yield
@@ -246,9 +247,9 @@ class RankRuntime:
         return self.pipeline.absent.running() if self.pipeline is not None else nullcontext()
 
     def finish(self, reduced: bool = False) -> None:
-        """Completes all gradient reductions and parameter gathers after the last backward of a step.
+        """Completes gradient reductions and parameter gathers after the last backward of a step.
 
-        ``reduced``: True if the gradients are reduced already.
+        ``reduced``: True if the gradients are reduced already; only gathers are then completed.
         """
         if reduced:
             self.optimizer.copies.forget()  # the user may have written what lies reduced in the buckets

@@ -165,8 +165,8 @@ class StepState:
 
     @property
     def divides(self) -> float:
-        """Loss scale, divided by the number of data ranks if ``gradient_allreduce_op`` is "sum". Gradients are divided
-        by this value times the sum of loss weights.
+        """Loss scale, divided by the number of data ranks if ``gradient_allreduce_op`` is "sum". The divisor of
+        gradients is the product of this value and the sum of loss weights.
         """
         return self.scale / self.added_ranks
 
@@ -223,10 +223,10 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     ) -> Tensor:
         """Returns this rank's summands as one fp64 device tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts].
 
-        ``squared_norm``: this rank's share of the squared gradient norm. ``speaks``: True on the one rank of each data
-        coordinate that adds the loss, loss weight and tokens. ``stops``: this rank's ``RunControl.stops``. ``unused``:
-        number of parameters that gained or lost their gradient since the previous step. ``metrics``: number of
-        configured metrics.
+        ``squared_norm``: this rank's share of the squared gradient norm. ``speaks``: True if this rank adds the loss,
+        loss weight and tokens; one rank of each data coordinate does. ``stops``: this rank's ``RunControl.stops``.
+        ``unused``: number of parameters that gained or lost their gradient since the previous step. ``metrics``: number
+        of configured metrics.
         """
         share = StepTotals[Tensor | float](
             loss=step.loss if speaks else 0.0,

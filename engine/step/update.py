@@ -122,7 +122,9 @@ class DeviceDecidedUpdate:
 
 
 class Update:
-    """End of a training step: sum of totals over ranks, update or skip, and change of loss scale and counters."""
+    """Object that ends each training step: it sums totals over ranks, makes or skips the update, and changes the loss
+    scale and counters.
+    """
 
     def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
         self._config, self._comm, self._device = config, comm, device
@@ -151,7 +153,8 @@ class Update:
     def run(self, step: StepState, runtime: RankRuntime, stops: float = 0.0) -> UpdateOutcome:
         """Reduces gradients, sums loss, tokens and flags over all ranks, then makes or skips the update. Collective.
 
-        If any rank has failed, all ranks raise. ``stops``: this rank's reasons to stop, from ``RunControl.stops``.
+        If any rank has failed, all ranks raise. ``stops``: this rank's ``RunControl.stops``, a number for its reasons
+        to stop.
         """
         runtime.finish(step.reduced)  # the norm in the control sum is that of complete gradients
         for part in runtime.parts.having(StepPart.before_update):  # some are collective, so also in a failed step

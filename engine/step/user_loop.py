@@ -236,9 +236,9 @@ class UserLoop:
         return self._step.microbatches if self._step else 0
 
     def reduce_gradients(self) -> float:
-        """Reduces the accumulated gradients over dp; returns the divisor of the average. Collective.
+        """Reduces the accumulated gradients over dp; returns the divisor that makes them an average. Collective.
 
-        In an unfinished accumulation, each missing microbatch counts with the mean loss weight of the others.
+        In an unfinished accumulation, the divisor assumes the mean loss weight for each microbatch still to come.
 
         Raises:
             EngineError: under fp16, a loss was not scaled.
@@ -274,7 +274,7 @@ class UserLoop:
         return gradient_norm(float(squared), divisor)
 
     def leave(self, call: str) -> None:
-        """Ends the user's loop, and drops forwards without a backward. ``call``: engine method that needs this.
+        """Ends the user's loop, and drops forwards without a backward. ``call``: name of the running engine method.
 
         Raises:
             EngineError: an accumulation is unfinished.

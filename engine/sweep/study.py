@@ -117,9 +117,9 @@ class FileLock:
 
 
 class SweepStudy:
-    """Optuna study of a sweep in a journal file, which several processes may share.
+    """Optuna study of a sweep in a journal file, which several jobs may share.
 
-    Only rank 0 of a job has a study, which also stores the trial that the job runs.
+    In each job, only rank 0 has a study. The study also stores the trial that the job runs.
 
     Raises:
         ConfigError: the journal cannot be written, or belongs to another sweep.

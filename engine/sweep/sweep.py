@@ -26,8 +26,8 @@ class Sweep:
     """Sweep in which Optuna chooses values of configuration keys; iteration yields each :class:`SweepTrial`.
 
     Optuna also prunes trials: it ends a trial early if its metric is worse than in other trials. Processes and jobs
-    with the same journal file share the trials. The next process that asks for a trial continues the trial of a killed
-    process, also in a restarted job.
+    with the same journal file share the trials. The trial of a killed process is continued by the
+    next process, or the restarted job, that asks for a trial.
 
     Args:
         settings: path of ``sweep.json``, or a dict with its keys.

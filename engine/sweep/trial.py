@@ -130,7 +130,7 @@ class SweepTrial:
         return eng
 
     def report(self, value: float, update: int) -> None:
-        """Reports ``value`` after ``update`` updates to the pruner, for training loops with their own metric.
+        """Reports to the pruner the ``value`` after ``update`` updates, for training loops with their own metric.
 
         All ranks call it; rank 0's value counts. A non-finite value prunes the trial. Ignores an ``update`` that is not
         later than the last report.
@@ -146,10 +146,10 @@ class SweepTrial:
         return self._pruned
 
     def end(self) -> None:
-        """Marks the trial as pruned; the engine calls it after writing the trial's checkpoint.
+        """Marks the trial as pruned, for ``should_prune``; the engine calls it after writing the trial's checkpoint.
 
         Raises:
-            TrialEnd: the trial runs in a script (``leaves``).
+            TrialEnd: this trial was made with ``leaves`` True; the exception ends the script.
         """
         self.asked, self._pruned = False, True
         if self._leaves:
@@ -165,8 +165,8 @@ class SweepTrial:
     def load_folder(self, folder: Path) -> Path:
         """Returns the folder with this trial's newest checkpoint, or ``folder`` if the trial has none.
 
-        Looks in :meth:`save_folder` of ``folder`` and, before the trial's first update, also in the trial's own
-        checkpoint folder.
+        Looks in ``save_folder(folder)`` and, before the trial's first update, also in the folder of the trial's
+        automatic checkpoints.
         """
         if folder.is_relative_to(self.folder) and self.updates:
             return folder

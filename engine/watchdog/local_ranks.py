@@ -53,9 +53,9 @@ def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
 
 
 def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
-    """Returns a text with one line for each event of all ranks, ordered by begin.
+    """Returns a text with one line for each event of all ranks, ordered by start time.
 
-    A line has the begin in seconds relative to ``now``, the rank, the event, and its duration or "not ended".
+    A line has the start time in seconds relative to ``now``, the rank, the event, and its duration or "not ended".
 
     Args:
         ranks: events of each rank, by global rank.

@@ -66,8 +66,8 @@ class Window:
 def transfers(began: Mapping[int, RankView], now: Mapping[int, RankView]) -> dict[StreamGroup, float]:
     """Returns the transfer time of each link in seconds per training step, measured between two samples.
 
-    A link is a group of ranks, or a sender and its receiver. The time is the shortest wait in a group, or the
-    receiver's wait. A group is left out if a rank of it has no measured wait.
+    A link is a group of ranks, or a sender and its receiver. The time is measured as a rank's wait for the link: the
+    receiver's wait or, in a group, the shortest wait of all ranks. A group is left out if a rank has no measured wait.
 
     Args:
         began: state of each rank at the first sample.
@@ -94,8 +94,8 @@ def _is_message(stream: str) -> bool:
 class SlowLinks:
     """Detector of slow links; a link is a group of ranks with collectives, or a sender and its receiver.
 
-    A link is slow if its transfer time exceeds ``factor`` times either the link's own best time, or the median of links
-    with the same stream name and pipeline stages. Each link is reported once.
+    A link is slow if its transfer time exceeds ``factor`` times its own best time, or ``factor`` times the median time
+    of similar links (same stream name, and ranks of the same pipeline stages). Each link is reported once.
     """
 
     def __init__(self, factor: float) -> None:
@@ -107,7 +107,7 @@ class SlowLinks:
     def look(self, window: Window) -> list[str]:
         """Returns sentences about newly slow links in ``window``, one for each axis with slow links.
 
-        A slow link is left out if another slow link connects only some of its ranks.
+        A slow link is left out if another slow link connects fewer ranks, all of which the first link connects too.
         """
         found: dict[StreamGroup, str] = {}
         for link, seconds in window.waited.items():

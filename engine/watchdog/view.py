@@ -38,8 +38,8 @@ class CallView:
         Args:
             event: collective, message or computation of the rank.
             flight: snapshot of the flight file that has recorded ``event``.
-            since, now: monotonic times in nanoseconds. ``now`` is the present; the view's ``seconds`` count from
-                ``since``.
+            since, now: begin or end of the event, and the present, in nanoseconds of the monotonic clock. Their
+                difference becomes ``seconds`` of the view.
         """
         return cls(
             text=str(event) if event.bytes or event.kind == EventKind.ACTION else event.label,
@@ -145,7 +145,7 @@ class RankView:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def begun(self, call: CallView) -> bool:
-        """Returns True if this rank has begun ``call``, seen on another rank, or a later call of the same stream."""
+        """Returns True if this rank has begun ``call`` (seen on another rank) or a later call of the same stream."""
         mine = [each.count for each in self.recent if each.stream == call.stream]
         return bool(mine) and max(mine) >= call.count
 
@@ -208,7 +208,7 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
 def process_state(pid: int) -> tuple[str, int]:
     """Returns the state letter of the process ``pid`` in /proc, such as "R", and its exit status as in ``os.wait``.
 
-    Returns ("", 0) if the process does not exist.
+    The status is 0 while the process runs. Returns ("", 0) if the process does not exist.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

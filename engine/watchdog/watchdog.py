@@ -91,8 +91,8 @@ class Watchdog:
     def close(self) -> None:
         """Ends the recording of this rank; a second call does nothing.
 
-        The last rank of a host deletes the host's flight files. While an exception is handled, writes its message into
-        this rank's file and leaves the file to the monitor.
+        The last rank of a host deletes the host's flight files. While an exception is handled, deletes nothing; instead
+        writes the exception's message into this rank's flight file, for the monitor.
         """
         if self._closed or os.getpid() != self._process:  # a forked child must not close its parent's files
             return

@@ -52,7 +52,8 @@ class RemoteLine:
     Args:
         url: address of the server.
         token: secret of the server; empty: none.
-        patience: seconds for which a request is repeated; until the server's first answer, only 0.5 seconds.
+        patience: seconds for which an unanswered request is repeated. If the server has never answered, a request is
+            repeated for 0.5 seconds only.
         transport: httpx transport that replaces the network, for tests.
         certificate: PEM file with the server's certificate or its authority's; empty: this host's trusted authorities.
 

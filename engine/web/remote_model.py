@@ -78,7 +78,7 @@ class RemoteModel:
     def step(self, **adam: float) -> int:
         """Updates the weights on the server by AdamW with the accumulated gradient.
 
-        Returns the new version of the weights, a count of updates and loads.
+        Returns the new version of the weights, which counts updates and loads of saved weights.
 
         Args:
             adam: AdamW options: lr, beta1, beta2, eps, weight_decay and max_norm.

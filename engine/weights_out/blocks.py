@@ -46,7 +46,7 @@ class WeightConsumer(Protocol):
 
 
 def deliver(blocks: "WeightBlocks", consumers: Sequence[WeightConsumer]) -> None:
-    """Passes the new version in ``blocks`` to all consumers: all prepare before the first commits.
+    """Passes the new version in ``blocks`` to all consumers; no consumer commits it before all have prepared it.
 
     If a consumer fails before the first commit, all consumers stay with the old version.
 
@@ -126,10 +126,11 @@ class WeightBlocks:
             yield from group.items()
 
     def bucket(self, keys: Sequence[str], memory: Memory, old: bool = False) -> Shadows:
-        """Returns a destination for the tensors ``keys``, to be filled by ``fetch``.
+        """Returns host memory for the tensors ``keys``, into which ``fetch`` reads them.
 
         Args:
-            memory: callback without arguments that returns host tensors by key, for all ``keys``; called at most once.
+            memory: callback without arguments that returns host tensors by key, for all ``keys``; called at most
+                once, when ``fetch`` first needs a tensor.
             old: True if the tensors of ``memory`` have values of an earlier version, so that only changed blocks are
                 read.
         """
@@ -137,12 +138,12 @@ class WeightBlocks:
         return Shadows(wanted, values=lambda key: opened()[key] if old else None, make=lambda key: opened()[key])
 
     def fetch(self, into: Shadows, known: Known | None = None) -> Known:
-        """Reads all blocks (256 KiB of a tensor) that differ from the present values of ``into``.
+        """Reads all blocks (256 KiB of a tensor) of this version that differ from the present values of ``into``.
 
         Returns the hashes of all blocks, which a later call takes as ``known``.
 
         Args:
-            known: result of an earlier call for the present values; None: hashes are computed.
+            known: result of the call that read the present values of ``into``; None: hashes are computed.
         """
         return self._reader.fetch(self.version, into, known, self.until)
 

@@ -73,7 +73,7 @@ class WeightImage:
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Opens a context that begins version ``number``; after it, all tensors are served.
+        """Opens a context that begins version ``number``. No tensor is served inside; after the context, all are.
 
         Inside, call ``put`` for each tensor that differs from the last version.
         """

@@ -36,7 +36,7 @@ def elements_of(tensor: Tensor) -> Elements:
 
 @dataclass(frozen=True)
 class Flow:
-    """Elements of one wanted piece (part of a tensor) that one serving rank has, in the order of the full tensor.
+    """Elements that one serving rank has of one wanted piece (part of a tensor), in the order of the full tensor.
 
     They are divided into blocks of 256 KiB. A block is transferred if its hashes at sender and receiver differ.
     """
@@ -131,7 +131,8 @@ def find_flows(
 def by_source(wanted: Sequence[WantedPiece], peers: Sequence[OwnerRank]) -> list[tuple[WantedPiece, OwnerRank | None]]:
     """Divides wanted pieces into parts, each from one source; returns (part, source) pairs.
 
-    The source is the last of ``peers`` that has the part; None: no peer has it, and the training sends it.
+    If several of ``peers`` have the part, the source is the last of them. If none has it, the source is None, and the
+    ranks of the training run send the part.
 
     Args:
         peers: earlier receivers of the version, which serve the parts that they have received.
@@ -154,7 +155,7 @@ def by_source(wanted: Sequence[WantedPiece], peers: Sequence[OwnerRank]) -> list
 
 
 def share_of(shape: tuple[int, ...], index: int, parts: int, dim: int = 0) -> Piece:
-    """Returns the elements of part ``index`` of a tensor that is cut into ``parts`` nearly equal ranges along ``dim``.
+    """Returns the positions of part ``index`` of a tensor that is cut into ``parts`` nearly equal ranges along ``dim``.
 
     Scalars are not cut: every part is the whole scalar.
     """

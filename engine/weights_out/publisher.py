@@ -67,9 +67,10 @@ class PendingVersion:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits until the consumers on rank 0 have taken the version over; does not wait for receivers.
+        """Waits until the consumers on rank 0, such as a folder, have taken the version over.
 
-        All ranks call it. It communicates 8 bytes over all ranks (traffic label "start").
+        Does not wait for receivers, the models that read versions by themselves. All ranks call it, and all-reduce 8
+        bytes, label "start".
 
         Raises:
             EngineError: a consumer has failed to take the version over; on all ranks.
@@ -183,7 +184,8 @@ class WeightPublisher:
 
         Args:
             waits: True to wait until receivers have read the last version, at most ``settings.deadline`` seconds.
-                False: no wait; weights of a CPU model may be copied in a thread, for which the next update waits.
+                False: no wait; a thread may copy weights of a CPU model after the return, and the next update waits for
+                this thread.
         """
         told = from_first(lambda: self._begin(waits), self._run.comm, self._run.device)
         if not told:
@@ -334,8 +336,8 @@ def make_owners(
 ) -> Iterator[tuple[list[int], OwnerRank]]:
     """Yields (ranks, owner). An owner has the address of a rank, and elements that the rank serves.
 
-    ``ranks`` are the rank with the address and, with ``settings.copies`` > 1, another rank with equal values. Owners
-    are in the order of their ranks.
+    ``ranks`` has the rank with the address first. With ``settings.copies`` > 1, it may have a second rank, with the
+    same elements. Owners are in the order of their first ranks.
 
     Args:
         urls: address of each rank.
@@ -354,7 +356,8 @@ def make_owners(
 
 
 def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> tuple[list[list[int]], Geometry]:
-    """Returns (ranks that serve each owner's elements, geometry). The geometry has all tensors and owners of this run.
+    """Returns (ranks, geometry). ``ranks`` has, for each owner, a list of the ranks that serve its elements. The
+    geometry has all tensors and owners of this run.
 
     An owner is a set of elements and the address of a rank that serves them. All-gathers the addresses (traffic label
     "start"); the result is equal on all ranks.

@@ -145,8 +145,8 @@ class WeightReader:
 
         Args:
             into: destination, with the wanted pieces and the receiver's present values.
-            known: result of an earlier call for the present values, if this reader's ``peers`` (receivers that also
-                serve elements) are the same; None: hashes are computed.
+            known: result of the call that read the receiver's present values, if this reader had the same ``peers``
+                (receivers that also serve elements) then; None: hashes are computed.
             until: time (``monotonic``) after which reading fails.
 
         Raises:

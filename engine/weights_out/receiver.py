@@ -214,7 +214,8 @@ def follow(model: nn.Module, url: str, token: str = "", deadline: float = 30.0, 
     """Returns a receiver that copies published weights of a training run into ``model`` when its ``update`` is called.
 
     Args:
-        model: whole model of the trained class, such as a transformers model, in the dtypes of the training's forward.
+        model: whole model of the trained class, such as a transformers model. Its parameters have the dtypes of the
+            training's parameters in a forward, such as bf16.
         url: address of rank 0, as ``eng.publish_weights().url`` gives it.
         token: secret that the training and its receivers share; empty: none.
         deadline: seconds for reading one version.

@@ -57,12 +57,12 @@ class Shadows:
     _lock: Lock = field(default_factory=Lock)
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Adds to the number of flows to wait for; a flow is a tensor's elements from one serving rank.
+        """Adds one flow to wait for, for each of ``keys``; a flow is a tensor's elements from one serving rank.
 
         Call it before the first block is read.
 
         Args:
-            keys: tensor key of each flow, so a key occurs once for each flow of its tensor.
+            keys: tensor key of each flow; a tensor with several flows has its key there several times.
         """
         for key in keys:
             self._left[key] = self._left.get(key, 0) + 1
@@ -85,9 +85,9 @@ class Shadows:
         return elements_of(found) if found is not None else None
 
     def shadow(self, key: str) -> Elements:
-        """Returns the host memory that receives tensor ``key``, flat and with the bits of elements as integers.
+        """Returns the host memory that receives tensor ``key``, viewed as a flat array of integers of its element size.
 
-        The first call for a tensor allocates it, with a copy of the present values.
+        The first call for a tensor allocates it, with a copy of the receiver's present values.
         """
         with self._lock:
             if key not in self.made:
@@ -112,7 +112,8 @@ class WeightTraffic:
     def add(self, lacked: int = 0, received: int = 0, repeated: int = 0, from_peers: int = 0) -> None:
         """Adds each argument to the count of bytes of the same name; any thread may call it.
 
-        ``lacked``: requested. ``received``: undamaged. ``from_peers``: sent by receivers. ``repeated``: damaged or
+        ``lacked``: bytes of the blocks requested because they differ. ``received``: bytes that arrived undamaged.
+        ``from_peers``: received bytes that other receivers sent. ``repeated``: bytes that arrived damaged or
         incomplete.
         """
         with self._lock:

@@ -17,7 +17,7 @@ TOKEN_VARIABLE = "TRINE_WEIGHTS_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """Description of one tensor of the published model: dtype, shape and further keys.
+    """Description of one tensor of the published model, such as its dtype, shape, and aliases (keys of tied weights).
 
     Mappings such as ``Geometry.tensors`` have it under the tensor's key in the model's ``state_dict()``.
     """
@@ -64,7 +64,7 @@ class WantedPiece:
     def overlap(self, owned: Piece) -> Runs:
         """Returns the wanted elements inside the piece ``owned``, as ranges in the order of the full tensor.
 
-        Positions are offsets in ``owned`` and in the wanted ``piece``.
+        Each range has an offset in ``owned``, an offset in the wanted ``piece``, and a length.
         """
         return runs(owned, self.piece, self.inside, self.outside)
 
@@ -73,7 +73,7 @@ class WantedPiece:
 class OwnerRank:
     """Address of a rank or receiver that serves weights, and the elements that it serves, by tensor key.
 
-    A ``Geometry`` has no receivers, and no two of its owners have an element in common.
+    In a ``Geometry``, all owners are ranks, and no two owners have an element in common.
     """
 
     url: str

@@ -93,7 +93,7 @@ class VllmModel:
 
 
 class StagedVersion:
-    """Host memory of one vLLM worker for all tensors of a version, until the end of vLLM's weight update loads them.
+    """Host memory of one vLLM worker for all tensors of a version; vLLM loads them at the end of its weight update.
 
     Args:
         connect: callback from the address of the training's rank 0 to a reader, for tests.

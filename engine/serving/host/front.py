@@ -88,7 +88,8 @@ class LedgerSource:
         ``finish`` needs the key. After ``stop``, returns ("", ``Stop()``).
 
         Raises:
-            CheckpointError: a snapshot (saved model state) of an earlier process could not be loaded.
+            CheckpointError: commands of an earlier process are run again, and a snapshot (saved model state) from which
+                they continue could not be loaded.
         """
         if self._ledger.queue.is_closed:
             return "", Stop()
@@ -103,7 +104,7 @@ class LedgerSource:
 
         Args:
             key: key of the command.
-            retained: bytes of autograd graphs stored for later backwards, on the rank with the most.
+            retained: bytes of autograd graphs stored for later backwards; the maximum over ranks.
         """
         assert self._running is not None and self._running.key == key
         self._ledger.finish(self._running, result, retained)

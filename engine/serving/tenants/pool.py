@@ -69,7 +69,7 @@ class TenantPool:
         limits: maximum numbers of tenants, and maximum LoRA rank.
         example_batch: example of a tenant's microbatch, traced to plan tensor and pipeline parallelism; None: one row
             of token ids.
-        world: identity of this rank if ranks are threads; None: read from the launcher.
+        world: rank, world size and device of this rank, if ranks are threads; None: read from the launcher.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 def lender_of(base: Engine, model: nn.Module) -> Lender:
     """Returns process groups and frozen tensors of ``base``, to construct an engine of the adapted ``model`` with them.
 
-    The tensors are shared without copies, and each has its name in ``model``.
+    The tensors are shared without copies. Their keys are the parameter names in ``model``, not in ``base``.
     """
     runtime = base._runtime
     placed, here = dict(base.module.named_parameters()), runtime.plan.table.held_by(runtime.comm.grid.holder())
@@ -89,7 +89,8 @@ def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.M
     """Returns a copy of ``config`` for an engine of the adapted ``model``.
 
     With it, the engine divides ``model`` into pipeline stages, shards it over tp and quantizes its frozen weights as
-    ``base`` does. Names in it are names in ``model``. ``skeleton``: copy of the base model.
+    ``base`` does. The returned config has names of modules and
+    parameters in ``model``. ``skeleton``: copy of the base model.
     """
     plan = base.plan
     frozen = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}

@@ -207,9 +207,9 @@ class Directory:
             self.remove_weights(path)
 
     def checkpoints(self, run: str | None = None) -> list[dict[str, Any]]:
-        """Returns the weights saved under a name in the training run ``run`` (None: in all runs), newest first.
+        """Returns descriptions of the weights saved in the training run ``run`` (None: in all runs), newest first.
 
-        Each entry has the JSON form of the Tinker training API.
+        Saves for sampling without a path are left out. Each entry has the JSON form of the Tinker training API.
         """
         found = [
             _checkpoint(path, note)

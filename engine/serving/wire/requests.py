@@ -141,7 +141,7 @@ class RequestReader:
     def save_weights_for_sampler(self, body: BodyFields) -> ParsedRequest:
         """Returns the command of a ``save_weights_for_sampler`` request, which saves weights without optimizer state.
 
-        Without a path in the request, the result is a new sampling session.
+        If the request has no path, the reply to the client names a new sampling session, else the path of the weights.
         """
         return self._save("save_weights_for_sampler", "sampler_weights", body)
 

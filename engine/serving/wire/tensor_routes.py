@@ -60,7 +60,7 @@ class TensorRoutes:
 
     Args:
         ledger: record of the service's commands, to which the routes add the command of each request.
-        futures: handlers with which the routes wait until a command is on disk, and until its result has come.
+        futures: handlers with which the routes wait for a command's storage on disk, and later for its result.
         read_body: callback that returns the body of a request, or refuses a long body.
         creates: True if the first request for the model "shared" creates it, with all parameters trainable.
     """
