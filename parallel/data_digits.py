@@ -8,8 +8,9 @@ class DataParts(NamedTuple):
     """Division of a rank's data index into three mixed-radix digits, and of the context index into two. ``data`` and
     ``context`` list the number of values of each digit, slowest-varying digit first.
 
-    A shard group or a group of experts is a run of neighbouring ranks, which differ only in the fastest digits. Digits
-    in which the ranks along each axis differ, for example:
+    A shard group or a group of experts is a run of neighbouring ranks, which differ only in the fastest digits. Example
+    with 8 data ranks, shard groups (axis dp_shard) of 4 and expert groups (axis ep) of 2; ranks along each axis differ
+    only in its digits:
 
         dp = 8, shard_size = 4, experts = 2     outer 2 x middle 2 x inner 2
         dp_shard    middle, inner               dp_replicate    outer

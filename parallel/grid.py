@@ -275,7 +275,7 @@ class Grid:
 
     @property
     def expert_spread(self) -> Spread:
-        """Axes over which the parameters of experts are sharded and replicated, and their gradients summed.
+        """Axes for the parameters of experts: to shard them, to replicate them, and to sum their gradients.
 
         They exclude the axis ``ep``, along which ranks have different experts.
         """
@@ -455,8 +455,8 @@ def saved_grid(sizes: Mapping[str, Any]) -> Grid:
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
     """Maps each axis with several ranks to the axis that owns its process group, in order of creation of the groups.
 
-    An axis with the same ranks as "world", "pp" or "tp" uses its group. Every other axis has a group of its own, so
-    that gradient collectives run concurrently.
+    The axes "world", "pp" and "tp" lend their groups to axes with the same ranks. Every other axis has a group of its
+    own, so that gradient collectives run concurrently.
     """
     lenders = ("world", *(axis.name for axis in AXES if not axis.copies))
     expert_axes = ("ep", *dict.fromkeys(grid.expert_spread[:5])) if grid.experts > 1 else ()

@@ -41,14 +41,14 @@ class CheckpointPolicy(Protocol):
 
     @property
     def mode(self) -> str:
-        """Mode of the model's blocks: ``none``, ``full``, ``selective`` or ``offload``. ``full`` recomputes blocks in
-        backward, ``selective`` parts of them; ``offload`` moves activations to the host.
+        """Mode of the model's blocks: ``none``, ``full``, ``selective`` or ``offload``. In backward, ``full``
+        recomputes blocks, and ``selective`` recomputes parts of them; ``offload`` moves activations to the host.
         """
 
     @property
     def save(self) -> tuple[str, ...] | None:
-        """Operators with saved outputs in mode ``selective``: names of torch operators, or kinds such as "matmul" and
-        "attention". None: these two kinds.
+        """Operators that mode ``selective`` does not recompute, because it saves their outputs: names of torch
+        operators, or kinds such as "matmul" and "attention". None: these two kinds.
         """
 
     @property
@@ -283,10 +283,10 @@ def _maker(value: Any) -> Callable[[Any], Any]:
 
 
 def as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:
-    """Returns a wrapper of ``inner``, a block's forward, for one forward of the block and its recomputations.
+    """Returns a wrapper of ``inner``, a block's forward; each forward of the block needs a new wrapper.
 
-    The first call is the forward; later calls recompute it under the first call's torch function modes.
-    ``again`` is called once; it returns a context manager factory for the recomputations.
+    Its first call is the forward; later calls recompute it under the first call's torch function modes. ``again`` is
+    called once; it returns a context manager factory for the recomputations.
     """
     calls, run = 0, _in_mode_of_forward(inner)
     if again is None:

@@ -53,8 +53,8 @@ class BlockState:
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a wrapper of ``forward`` for one call of the block and its recomputations.
 
-        The first call is the normal forward. Each later call is a recomputation: it restores the state that the block
-        had before the first call, runs, and then undoes all these changes of state.
+        The first call is the normal forward. Each later call is a recomputation: it sets the state that the block had
+        before the first call, runs, and then restores the state from before the recomputation.
         """
         found: list[_Found] = []
 

@@ -125,8 +125,8 @@ class SavedActivations:
     def finish(self, outputs: Iterable[Tensor]) -> None:
         """Completes the record at the end of a forward that returns ``outputs``.
 
-        Drops the tensors recorded since the last call of :meth:`saved`. Moves other recorded tensors that share
-        memory with ``outputs`` to memory of their own.
+        Drops the tensors recorded after autograd last saved a tensor (see :meth:`saved`), because backward does not
+        need them. Moves other recorded tensors that share memory with ``outputs`` to memory of their own.
         """
         for entries in self._latest:
             entries.pop()
@@ -145,8 +145,9 @@ class SavedActivations:
     def before_sum(self, tensor: Tensor) -> None:
         """Drops saved outputs that share memory with ``tensor``. Call it before an in-place all-reduce of ``tensor``.
 
-        In recomputation the saved sum takes their place. If ``tensor`` is only a part of its storage, the saved outputs
-        are copied instead, because the sum does not replace all of them.
+        In recomputation, the result of the all-reduce, saved by :meth:`note_sum`, takes their place. If ``tensor`` is
+        only a part of its storage, the saved outputs are copied instead, because the result does not replace all of
+        them.
         """
         if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             self.before_write(tensor)

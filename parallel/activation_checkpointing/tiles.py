@@ -43,9 +43,9 @@ def plan_tiles(found: Iterable[RowwiseModule], setting: int | Literal["auto"] | 
     """Selects the modules in ``found`` for which tiles save memory, and the tile size. Returns None if ``setting`` is
     None.
 
-    ``setting``: tokens of a tile. "auto" chooses the largest number at which intermediate tensors and gradients of one
-    tile have together no more elements than the module's inputs and outputs for all tokens of a rank. ``ranks``: number
-    of context ranks.
+    ``setting``: tokens of a tile. "auto" chooses the largest tile within a limit: intermediate tensors and gradients of
+    the tile together have at most as many elements as the module's inputs and outputs for all tokens of a rank.
+    ``ranks``: number of context ranks.
     """
     if setting is None:
         return None

@@ -87,8 +87,8 @@ def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, pati
     ``patience`` seconds, so that ``make`` may run longer than the timeout of a collective; None: no messages.
 
     Raises:
-        EngineError: ``make`` has failed. Rank 0 re-raises its error. The other ranks raise its message if it is an
-            EngineError, otherwise a message that refers to rank 0.
+        EngineError: ``make`` has failed. Rank 0 re-raises the error of ``make``. The other ranks raise an equal error
+            if it is an EngineError, otherwise an EngineError that refers to rank 0.
     """
     made, problem = b"", None
     if comm.grid.rank == 0:

@@ -46,8 +46,8 @@ def state_link(source: int, target: int) -> Link:
 def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
     """Divides ``links`` into rounds such that no rank is in two links of the same round.
 
-    The process groups of one round can be created at once. Links for training state (flow "state") need no group and
-    are omitted.
+    The process groups of one round can be created simultaneously. Links for training state (flow "state") need no group
+    and are omitted.
     """
     rounds: list[list[Link]] = []
     ends: list[set[int]] = []
@@ -110,8 +110,8 @@ class Backend(Protocol):
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
         """Creates the process groups that ``gather_parameters`` uses with the same arguments; every rank calls it.
 
-        ``within``: number of consecutive indices of the data axis in a group; None: all. If ``axis`` is given, a group
-        is all its ranks.
+        ``within``: number of consecutive indices of the data axis in a group; None: all. ``axis``: axis of which all
+        ranks are a group; ``within`` is then unused.
         """
         return
 

@@ -218,7 +218,7 @@ class Comm:
         return self._sequence
 
     def failed(self, call: str, error: BaseException, alike: bool = True) -> None:
-        """Records that ``call`` has failed on this rank with ``error``.
+        """Records that ``call`` has failed on this rank with ``error``; a vote of all ranks then may end the engine.
 
         ``alike``: False ends the engine. True ends it unless all ranks fail in ``call`` after equally many collectives.
         """
@@ -299,8 +299,7 @@ class Comm:
         """Raises if a communicating kernel has timed out; on a GPU, call it after the end of the step.
 
         Raises:
-            EngineError: a kernel timed out; the message names the call, the sending rank and the missing tile of its
-                data.
+            EngineError: a kernel timed out; the message names the call, the sending rank and the missing tile.
         """
         try:
             for buffer in self._symmetric.values():
@@ -368,7 +367,8 @@ class Comm:
     ) -> Pending:
         """Starts to all-gather ``shard`` into ``full`` for each pair (``full``, ``shard``), as one call.
 
-        ``within``: number of neighbouring data ranks in a group; None: ZeRO shard group. With ``axis``: all its ranks.
+        ``within``: number of neighbouring data ranks in a group; None: the ZeRO shard group. ``axis``: axis of which
+        all ranks are a group; ``within`` is then unused.
         """
         within = within or self.grid.shard_group if axis is None else None
         elements = sum(full.numel() for full, _ in pairs)
@@ -411,7 +411,7 @@ class Comm:
     def close(self) -> None:
         """Ends this engine's communication; the default process group and groups borrowed from another engine remain.
 
-        After a failed call it also drops unfinished calls; with gloo, ranks that still wait in such a call then fail.
+        After a failed call it also drops this rank's unfinished calls; with gloo, other ranks' waits in them then fail.
         """
         self._closed = True
         if self.borrows:

@@ -72,18 +72,18 @@ class ActivationFormat:
         return dtype in ENCODED_DTYPES and self.message_bytes(elements) < elements * dtype.itemsize
 
     def encodes(self, label: str, dtype: torch.dtype, elements: int, ranks: int) -> bool:
-        """Returns True if a collective over ``ranks`` ranks is encoded: ``label`` is in the attribute ``labels``, and
-        encoding shortens one rank's share.
+        """Returns True if a collective over ``ranks`` ranks is encoded, which requires that ``label`` is in the
+        attribute ``labels`` and that encoding shortens one rank's share.
 
         ``elements``: numbers of ``dtype`` in the full tensor.
         """
         return label in self.labels and self.shortens(dtype, -(-elements // ranks))
 
     def collectives(self, op: Op, elements: int, ranks: int) -> tuple[tuple[Op, int], ...]:
-        """Returns the encoded collectives that replace ``op`` over ``ranks`` ranks, as pairs (collective, bytes of its
-        full tensor).
+        """Returns the encoded collectives that replace ``op`` over ``ranks`` ranks, as pairs (collective, bytes of the
+        full encoded tensor).
 
-        ``elements``: numbers in the full tensor of ``op``.
+        ``op``: "all_reduce", "reduce_scatter" or "all_gather". ``elements``: numbers in the full tensor of ``op``.
         """
         size = ranks * self.message_bytes(-(-elements // ranks))
         if op == "all_reduce":

@@ -43,11 +43,11 @@ def worded(error: BaseException) -> str:
 
 
 class FailedCalls:
-    """Vote of all ranks after a failed call: the engine continues only if all ranks failed at the same point.
+    """Votes of all ranks, one after each failed call: the engine continues only if all ranks failed at the same point.
 
     Args:
         store: key-value store of the job, with this engine's prefix of keys; None: a single process.
-        leave: callback that ends this rank's communication if the vote ends the engine.
+        leave: callback that ends this rank's communication if a vote ends the engine.
     """
 
     def __init__(self, store: KeyStore | None, rank: int, size: int, leave: Callable[[], None]) -> None:
@@ -99,10 +99,10 @@ class FailedCalls:
             raise EngineError(self._verdict)
 
     def sentence(self, error: BaseException) -> EngineError | None:
-        """Waits a few seconds for the vote of all ranks, then returns an EngineError that names the rank that failed
-        first.
+        """Returns an EngineError that names the rank that failed first, or None.
 
-        Returns None unless ``error`` reports lost ranks and the vote has ended the engine.
+        If ``error`` reports lost ranks, waits a few seconds for the vote of all ranks. Returns None if it reports none,
+        or if the vote has not ended the engine.
         """
         if not has_lost_ranks(error) or self._store is None:
             return None

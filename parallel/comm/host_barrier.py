@@ -36,7 +36,9 @@ _SETUP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLinks:
-    """Connections to the other ranks of an axis: dicts of sockets and of eventfds, by index of the other rank."""
+    """Connections to the other ranks of an axis: sockets, eventfds that this rank writes and eventfds that it reads,
+    each in a dict by index of the other rank.
+    """
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     """Connected Unix sockets; the system closes them when a rank ends."""

@@ -42,7 +42,7 @@ class HostGroup(Protocol):
 
 
 class TorchHostGroup:
-    """Group over gloo that sends bytes between host memories; every rank constructs it at the same point.
+    """Group over gloo that sends bytes between host memories; its constructor is a collective of all ranks.
 
     Args:
         seconds: timeout of the constructor and of each message.

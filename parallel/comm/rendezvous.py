@@ -214,7 +214,8 @@ class Rendezvous:
 
 
 def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[str, str]]) -> Difference | None:
-    """Returns the first key that is missing in some of the mappings ``texts``, or has different values; None if none.
+    """Returns the first difference between the mappings ``texts``: a key with different values, or missing in some of
+    them. Returns None if all are equal.
 
     Args:
         alike: groups of ranks; all ranks in ``alike[i]`` have the mapping ``texts[i]``.
@@ -241,7 +242,7 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 
 
 class FailureReports:
-    """Record of each rank's failed collective in the job's store, to find the ranks that did not join.
+    """Reports of each rank's failed collective; they show which ranks did not join it.
 
     Args:
         store: key-value store of the job, with this engine's prefix of keys.
@@ -286,10 +287,10 @@ class FailureReports:
 
 
 class JointCalls:
-    """Check that every rank makes the engine's rare collective calls, such as a save or an evaluation.
+    """Detector of collective engine calls, such as a save or an evaluation, that only some ranks make.
 
-    :meth:`join` waits until all ranks have made the call, and so finds a call that only some ranks make. It checks the
-    first three calls of each name, but never training steps.
+    :meth:`join` waits until all ranks have made the call, in the first three calls of each name. Training steps are not
+    checked.
 
     Args:
         store: store of the job, with a prefix of this engine.
@@ -306,7 +307,7 @@ class JointCalls:
     def leave(self) -> None:
         """Records in the store that this rank makes no more collective engine calls, so that no rank waits for it.
 
-        Does nothing if this rank ends by an error or if the store is lost.
+        Does nothing while an exception is handled, after an uncaught one, or if the store is lost.
         """
         atexit.unregister(self.leave)
         if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:

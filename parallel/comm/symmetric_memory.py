@@ -50,8 +50,8 @@ class PeerWatch:
 
     Args:
         links: file descriptor of a socket to each watched rank, by its index on the axis.
-        ended: int32 [ranks of the axis] of zeros in host memory; the thread writes 1 at the index of the first
-            rank that ends, 2 at the next, and so on.
+        ended: int32 zeros [ranks of the axis] in host memory. The thread writes 1 at the index of the rank that ends
+            first, 2 at the index of the second, and so on.
     """
 
     def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:
@@ -156,7 +156,7 @@ class SlotSizes:
 
     @property
     def arrivals(self) -> int:
-        """Bytes of the int32 words in one rank's memory for signals; each signals that one tile has arrived.
+        """Bytes of the signals in one rank's memory: an int32 word for each tile of each slot.
 
         A tile is a part of a slot.
         """
@@ -171,7 +171,7 @@ def padded_bytes(size: int) -> int:
 class SymmetricBuffer:
     """Memory on all ranks of an axis, writable by kernels of all ranks, for collectives inside kernels.
 
-    All ranks run the same collectives in the same order; the number of a collective, from 1, is its epoch.
+    All ranks run the same collectives in the same order.
 
     Args:
         memory: memory of all ranks, mapped by this process.
@@ -227,13 +227,14 @@ class SymmetricBuffer:
     def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns a view, with this ``shape`` and ``dtype``, of the data that this rank receives from ``writer``.
 
-        ``writer``: index of a rank on the axis. ``epoch``: number of the collective. The view is valid until the
-        collective ``epoch`` + 2.
+        ``writer``: index of a rank on the axis. ``epoch``: number of the collective. The view is valid until ``writer``
+        starts the collective ``epoch`` + 2.
         """
         return self._slot(self.mailbox.rank, writer, epoch, shape, dtype)
 
     def slot_at(self, owner: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view, with ``shape`` and ``dtype``, of the memory of rank ``owner`` that receives this rank's data.
+        """Returns a view, with ``shape`` and ``dtype``, of the part of rank ``owner``'s memory into which this rank
+        writes.
 
         ``owner``: index on the axis. ``epoch``: number of the collective.
         """

@@ -59,9 +59,9 @@ class TorchBackend:
     """Backend between processes, over torch.distributed: one process group per axis of several ranks.
 
     If ``linked`` (by default with NCCL), each pipeline channel of activations or gradients has a group of its own;
-    otherwise they share the group of axis pp. ``close`` destroys the groups that this backend has opened.
+    otherwise all channels share the group of axis pp. ``close`` destroys the groups that this backend has opened.
 
-    On one host, tensor ranks on CPUs use shared memory instead of a group, and so do data ranks in
+    On one host, shared memory replaces the group for tensor ranks on CPUs, and for data ranks in
     :meth:`exchange_gathers`.
     """
 
@@ -128,7 +128,7 @@ class TorchBackend:
         return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the groups in which ``all_to_all`` exchanges between the indices ``members`` of the data axis.
+        """Creates the groups for ``all_to_all`` among the ranks with the indices ``members`` on the data axis.
 
         Every rank of the world calls it, with the same ``members``.
         """
@@ -157,9 +157,9 @@ class TorchBackend:
         return _finisher(dist.all_to_all_single(received, given, list(gets), list(gives), group=group, async_op=True))
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Creates the process group of :meth:`gather_parameters`, separate from other collectives; every rank calls it.
+        """Creates a process group of its own for :meth:`gather_parameters`; every rank calls it.
 
-        The group is ``within`` neighbouring data ranks (default: all), or all ranks of ``axis`` if given.
+        The group consists of ``within`` neighbouring data ranks (default: all), or of all ranks of ``axis`` if given.
         """
         if axis is not None:
             self._groups[_AxisGathers(axis)] = self._along(axis)

@@ -29,10 +29,11 @@ def megabytes(count: int) -> str:
 
 
 def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
-    """Returns the bytes that one rank sends in ``op``; collectives are counted as ring algorithms, a "receive" as 0.
+    """Returns the bytes that one rank sends in ``op``; collectives are counted as ring algorithms; a "receive" counts
+    as 0.
 
-    ``payload_bytes``: bytes of the message; for "exchange", sum of the bytes for all other ranks; for a collective,
-    bytes of its full tensor.
+    ``payload_bytes``: bytes of the message. For "exchange", bytes for all other ranks together; for a collective, bytes
+    of its full tensor.
     """
     if op in ("send", "exchange"):
         return payload_bytes

@@ -112,10 +112,10 @@ def _forget_default_groups() -> None:
 
 
 def read_world() -> World:
-    """Returns this process's world without communication: from the default process group, or from the variables of
-    torchrun, Slurm or MPI.
+    """Returns this process's rank, device and number of ranks, without communication.
 
-    Without either, the world is one process.
+    The ranks come from the default process group or, if there is none, from the variables of torchrun, Slurm or MPI. If
+    there are none, the world is one process.
 
     Raises:
         GridError: the variables are incomplete, or there are more local ranks than GPUs.
@@ -297,9 +297,9 @@ class OwnedGroups:
     ) -> dist.ProcessGroup | None:
         """Creates and returns the process group of ``ranks``, which include this rank; returns None for ``ranks`` None.
 
-        Every rank of the world calls it at the same point, with the ranks of its own group, or None if it has none.
-        Groups are disjoint, and only members of a group wait for each other. The default ``timeout`` is
-        :func:`group_timeout`.
+        Every rank of the world calls it, in the same order among calls that create groups. Each passes the ranks of its
+        own group; a rank without a group passes None. Groups are disjoint, and only members of a group wait for each
+        other. The default ``timeout`` is :func:`group_timeout`.
         """
         wait = group_timeout() if timeout is None else timeout
         made = _members_meet(ranks, backend, wait)

@@ -31,8 +31,8 @@ class KeyAttention(NamedTuple):
     scale: float
 
     def rules(self, number: int, rows: Tensor | None, unseeing: Tensor | None) -> Iterator[tuple[SeenBlock, BlockRule]]:
-        """Yields pairs (block of queries and keys, its scale and mask) for the keys received in communication
-        ``number`` of the attention, from 0.
+        """Yields each block of queries and keys with its rule (scale and mask), for the keys received in communication
+        ``number``, counted from 0.
 
         Blocks without visible keys are omitted. ``rows``: mask of this rank's queries, [.., queries or 1, keys of all
         ranks or 1]; None: no mask. ``unseeing``: bool, True for queries that see no key.

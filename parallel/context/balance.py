@@ -69,11 +69,11 @@ def work_balance(work: Indices, index: Index) -> WorkBalance:
 
 
 def by_work(work: Indices, ranks: int, unit: int = 1) -> Index:
-    """Returns a sharding of S positions by which ``ranks`` context ranks have nearly equal attention work.
+    """Returns a sharding of S positions that gives ``ranks`` context ranks nearly equal attention work.
 
     ``work`` [S]: number of (query, key) pairs of the query at each position. All ranks have as many positions as in the
-    zig-zag sharding. The zig-zag sharding itself is returned if its largest work is at most 1.05 times the mean. Chunks
-    are multiples of ``unit``.
+    zig-zag sharding. The zig-zag sharding itself is returned if no rank then has more than 1.05 times the mean work.
+    Chunks are multiples of ``unit``.
     """
     plain = zigzag(len(work), ranks, unit)
     best, found = work_balance(work, plain).most_over_mean, plain
@@ -162,8 +162,8 @@ def work_of_documents(batch: Iterable[tuple[str, Tensor]]) -> Mapping[int, Indic
 
     The work is the number of keys that the position's query sees, summed over batch rows.
 
-    ``batch``: pairs (name, tensor). Documents are read from integer tensors [B, S] with a name of document indices or
-    positions, such as "seq_idx" or "position_ids", and only these are copied to the host.
+    ``batch``: pairs (name, tensor). Documents are read from integer tensors [B, S] with "position", "document",
+    "segment", "seq_idx" or "doc_id" in their names, and only these are copied to the host.
     """
     found: dict[int, Indices] = {}
     for name, tensor in batch:

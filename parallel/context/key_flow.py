@@ -25,7 +25,7 @@ KEYS, KEY_GRADIENTS = "keys", "key gradients"
 
 
 class Parcel(NamedTuple):
-    """Keys and values that a rank receives in one communication, or its own.
+    """Keys and values that a rank receives in one communication, or the keys and values that it stores itself.
 
     ``boxes``: slices that are sent and received; None: the rank's own keys and values, without communication.
     """
@@ -78,8 +78,8 @@ class KeyFlow(NamedTuple):
         """Starts to send ``grad``, the gradient of the keys and values received in communication ``number``, back to
         their ranks.
 
-        Returns a tensor and a function that waits. After the wait, the tensor is the gradient of this rank's keys and
-        values from this communication alone, summed over ranks.
+        Returns a tensor and a function that waits. After the wait, the tensor is the sum of all ranks' gradients for
+        this rank's keys and values, without gradients of other communications.
         """
         parcel = self.parcels[number]
         if parcel.boxes is None:
@@ -92,7 +92,8 @@ class KeyFlow(NamedTuple):
         return made, pending.wait
 
     def expect_backward(self, local: Tensor, made: Tensor) -> None:
-        """Reports the collectives that attention's backward will make to ``self.axis.listener``, if ``self.axis.dry``.
+        """Reports to ``self.axis.listener`` the collectives of attention's backward; does nothing unless
+        ``self.axis.dry``.
 
         ``local``: keys and values of this rank. ``made``: output of the attention.
         """

@@ -46,8 +46,8 @@ _MEMORY_SHARE = 16
 
 
 class AttentionMethods:
-    """Configured context-parallel attention method of a model, and record of the methods (gather, need, heads or ring)
-    that its calls used.
+    """Configured context-parallel attention method of a model, and record of the methods that the model's attention
+    calls used: gather, need, heads or ring.
 
     ``asked``: configured method; "auto": one is chosen for each call. The object also caches masks and attention-call
     plans of one forward.

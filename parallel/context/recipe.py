@@ -337,12 +337,13 @@ def mask_block(recipe: TensorRecipe, lines: slice, keys: Part) -> Tensor:
 def seen_lines(
     recipe: TensorRecipe, runs: Sequence[int], places: Tensor | None = None, key: Hashable = None
 ) -> list[SeenLines]:
-    """Divides the rows of the mask ``recipe`` into blocks; returns each block with the range of keys that its rows see.
+    """Divides the rows of the mask ``recipe`` into blocks of limited size; returns each block with the range of keys
+    that its rows see.
 
     The result is cached; the host waits once for the device. Rows of an additive mask count as seeing all keys.
 
-    ``runs``: number of rows in each run of consecutive query positions; a block is within one run. ``places``:
-    indices of the keys to consider; None: all keys. ``key``: cache key that identifies ``places``.
+    ``runs``: number of rows in each run of consecutive query positions; a block is within one run. ``places``: indices
+    of the keys to consider; None: all keys. ``key``: identifier of ``places`` in the cache.
     """
     at = (tuple(runs), key)
     if at not in recipe.seen:
@@ -417,7 +418,8 @@ def _on_host(leaf: Any) -> Any:
 
 
 class RecipeMode(QuietMode):
-    """Function mode that replaces large elementwise results of small tensors by :class:`TensorRecipe`.
+    """Function mode that replaces large results, which elementwise functions broadcast from small tensors, by
+    :class:`TensorRecipe`.
 
     ``twins``: host copies of short tensors, which ``bool``, ``int`` and ``item`` read without a wait; None: no copies.
     """

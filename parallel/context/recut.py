@@ -260,7 +260,7 @@ def expect(
     """Reports to ``axis.listener``, if ``axis.dry``, the bytes that each rank would send to reshard ``given`` by the
     plans ``boxes``.
 
-    ``made``: None if forward runs the exchange; if backward does, the forward result, and its ``grad_fn`` runs it.
+    ``made``: result of the forward, if backward runs the exchange, in ``made.grad_fn``; None: forward runs it.
     """
     if axis.dry:
         sizes = (each.sent(x, axis.size) for x, each in zip(given, boxes, strict=True))

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Computes ``expand``; if it repeats a dim of size one, the result refers to the unrepeated tensor.
+    """Computes ``expand``; if it repeats a dim of size one, the result records the unrepeated tensor as its source.
 
-    Attention then sends the smaller, unrepeated tensor between ranks.
+    Attention then sends the smaller source between ranks.
     """
     made, given, grown = _run(context, func, args, options)
     if len(grown) == 1 and given.full[grown[0]] == 1:

@@ -127,7 +127,7 @@ class ContextOfSequences(AttendingContext):
     def current(self, sets: Sets) -> Sets:
         """Converts ``sets``, a sharding in forwards without packed documents, to the sharding in this forward.
 
-        It changes only for dims with the length of this forward's packed documents.
+        The sharding of a dim changes only if it is as long as sequences of packed documents in this forward.
         """
         if not self.running:
             return sets
@@ -136,7 +136,7 @@ class ContextOfSequences(AttendingContext):
         )
 
     def is_plain(self, sets: Sets) -> bool:
-        """Returns True if each sharded dim of size n in ``sets`` is sharded as this batch's sequences of length n."""
+        """Returns True if each sharded dim in ``sets`` is sharded like this batch's sequences of that length."""
         return all(index is None or index == self.found((POSITIONS, index.size)) for index in sets)
 
     def _is_shared(self, index: Index) -> bool:
@@ -186,12 +186,12 @@ def _begins_with(key: Hashable, word: str) -> bool:
 
 
 class SequenceEntry(QuietMode):
-    """Function mode that shards the batch along positions if an embedding or a matrix product of the forward reads it.
+    """Function mode that shards tensors of the batch along positions for functions that read them.
 
-    It shards token ids [.., S], embeddings [B, S, H] and rows [.., S, H] along S. S: positions, H: hidden size. All
-    other functions read the full batch tensors.
+    Embeddings and matrix products read shards of token ids [.., S] and rows [.., S, H]; all functions except ``conv1d``
+    read shards of embeddings [B, S, H]. S: positions, H: hidden size. Otherwise, functions read the full batch tensors.
 
-    A table of learned positions returns the rows of this rank's positions alone.
+    Lookups of positions in a table of learned positions return the rows of this rank's positions alone.
     """
 
     def __init__(self, context: ContextOfSequences, batch: Iterable[Tensor]) -> None:

@@ -68,7 +68,8 @@ class Arrival:
         """Starts to send the gradient of each received expert result back to the rank of its expert.
 
         Returns (``grad`` itself, receive buffer for gradients of the results that this rank's experts computed, handle
-        of the exchange). ``grad``: gradient of ``sums``. ``token``: index of the token of each result.
+        of the exchange). ``grad``: gradient of the sum of results for each token. ``token``: index of the token of each
+        result.
         """
         rows = grad.new_empty(sum(self._route.gets), *grad.shape[1:])
         route, given = self._route, grad.index_select(0, token)
@@ -258,9 +259,10 @@ class WaitingBlock:
     def combine(self, made: Tensor, route: Round, token: Tensor, count: int, ties: Sequence[Tensor]) -> Tensor:
         """Starts to send ``made``, the results of this rank's experts, back to the ranks of their tokens.
 
-        Returns an :class:`Awaited` tensor [``count``, ..] with the sum of results for each of this rank's tokens.
-        ``route``: exchange by which the tokens arrived. ``token``: index of the token of each received result.
-        ``ties``: tensors that get zero gradients; through them, backward reaches the exchange on a rank without rows.
+        Returns an :class:`Awaited` tensor [``count``, ..] with the sum of results for each of this rank's ``count``
+        tokens. ``route``: exchange by which the tokens arrived. ``token``: index of the token of each received result.
+        ``ties``: further inputs, with zero gradients; on a rank without rows, they make autograd run the backward
+        exchange.
         """
         assert self._started is not None
         sums: Awaited = _Combine.apply(made, route, token, count, self._comm, *ties)  # type: ignore[no-untyped-call]

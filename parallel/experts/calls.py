@@ -131,7 +131,8 @@ class CountedCall:
         return _one_expert_each(x, torch.arange(experts, device=x.device).repeat_interleave(counted))
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Converts ``rows``, each with one expert, to rows sorted by expert and the row count of each expert.
+        """Converts ``rows``, each with one expert, to two arguments of the call: the rows, sorted by expert, and the
+        number of rows of each expert.
 
         The counts get the type of the counts in ``given``, the arguments of the original call.
         """

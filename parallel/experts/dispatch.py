@@ -36,8 +36,8 @@ class Dispatch:
     Args:
         numbers: indices of the k experts of each of T tokens [T, k]; -1: no expert.
         bounds: index of the first expert of each rank, followed by the number of experts.
-        limit: maximum number of rows from one rank to another in one all-to-all; more rows need several. None: twice
-            the number under even routing.
+        limit: maximum number of rows from one rank to another in one all-to-all; more rows are sent in several
+            all-to-alls. None: twice as many rows as even routing would send.
     """
 
     @torch.no_grad()
@@ -97,8 +97,8 @@ def exchange(
     """Sends ``gives[r]`` rows of each of ``tensors`` to each rank r of the axis "ep", in rank order.
 
     Returns the received rows, ``gets[r]`` from rank r, as one tensor for each of ``tensors``. Backward exchanges the
-    gradients of floating-point tensors. ``ties``: tensors that get zero gradients; through them, backward
-    reaches the exchange on a rank without rows.
+    gradients of floating-point tensors. ``ties``: further inputs, with zero gradients; on a rank without rows, they
+    make autograd run the backward exchange.
     """
     made: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
         comm, gives, gets, label, len(tensors), *tensors, *ties

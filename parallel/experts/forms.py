@@ -177,9 +177,9 @@ def expert_cut(experts: int, ranks: int, packing: ExpertPacking = ExpertPacking(
 
 
 def stacked_experts(module: nn.Module) -> int:
-    """Returns the number of experts if ``module``'s own parameters, except vectors, are [experts, ..]; otherwise 0.
+    """Returns the number of experts if ``module``'s own parameters, except vectors, all are [experts, ..]; otherwise 0.
 
-    It is also 0 if no parameter has a matrix for each expert, or a submodule has a parameter that is no vector.
+    Also returns 0 if none of them is [experts, rows, width], or if a submodule has parameters with several dims.
     """
     own = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() >= 2]
     inside = sum(parameter.dim() >= 2 for parameter in module.parameters())
@@ -201,8 +201,8 @@ def possible_stacks(module: nn.Module) -> Iterator[Stack]:
     """Yields possible interpretations of a module's parameters as stacks of experts, in the order in which to test
     them.
 
-    Matrices may be [experts, rows, width]; vectors [experts] then have a number for each expert, or all experts use
-    them. Or matrices are [experts * rows, width], and an integer attribute has the number of experts.
+    Matrices may be [experts, rows, width]; then vectors [experts] are one number for each expert, or are vectors that
+    all experts share. Or matrices are [experts * rows, width], and an integer attribute has the number of experts.
     """
     named = dict(module.named_parameters())
     matrices = [name for name, parameter in named.items() if parameter.dim() >= 2]
@@ -225,7 +225,7 @@ def adapted_stacks(found: RoutedExperts, adapter: nn.Module) -> Iterator[Stack]:
     which to test them.
 
     ``found``: the adapted module. ``adapter``: outermost adapter module. Each interpretation assumes that parameters of
-    the same name in several adapters have the same memory order, and that all experts use unstacked parameters.
+    the same name in several adapters have the same memory order. All experts share the parameters that are not stacked.
     """
     *adapters, (inside, base) = adapter_chain(adapter)
     theirs = {id(each) for each in base.parameters()}
@@ -281,7 +281,8 @@ def set_counts(module: nn.Module, names: Sequence[str], experts: int) -> None:
 def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]]:
     """Yields possible sets of the attributes that store the module's number of experts, the largest set first.
 
-    All are integer attributes with the value ``experts``. For more than three, only the full set is yielded.
+    All are integer attributes with the value ``experts``. If there are more than three such attributes, only the set of
+    all of them is yielded.
     """
     names = _counting_attributes(module, experts)
     for size in range(len(names), -1 if len(names) <= 3 else len(names) - 1, -1):

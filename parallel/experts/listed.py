@@ -73,7 +73,7 @@ def share_listed(
 
     The first run collects the experts' input rows, which are sent to the ranks of the experts; the second uses their
     results. ``tensor``: tensor-parallel axis. ``patches``: list that records the changes. ``uncounted``: returns a
-    context in which forwards do not count the rows of experts, for the first run.
+    context in which forwards do not count the rows of experts; the first run enters it, so that rows are counted once.
     """
     for each in found:
         block = SharedList(each, model, comm, tensor, uncounted)

@@ -68,9 +68,9 @@ def _has_other_work(block: nn.Module, experts: nn.Module) -> bool:
 class SharedExperts:
     """Forward of an expert layer with its experts distributed over the ranks of the axis "ep".
 
-    If tensor ranks store whole experts, each sends an equal share of the rows, and results are gathered. If they shard
-    experts along their width, each sends all rows, and results are summed. While the tensor axis is ``dry``, this
-    rank's experts compute all rows, and nothing is sent.
+    If tensor ranks store whole experts, each rank sends an equal share of the rows, and results are gathered. If tensor
+    ranks shard experts along their width, each rank sends all rows, and results are summed. While communication over
+    the tensor axis is off (``dry``), this rank's experts compute all rows, and nothing is sent.
     """
 
     def __init__(

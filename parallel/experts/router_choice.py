@@ -94,10 +94,10 @@ class OtherChoice(_Choices):
         self._choice, self._given, self._seen, self._calls = choice, given, seen, 0
 
     def met(self, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Returns the (scores, expert indices) [.., k] that replace the result of a torch call; None leaves it
-        unchanged.
+        """Returns the (scores, expert indices) [.., k] that replace the result of a torch call.
 
-        ``scores``: scores of all experts. ``own``: expert indices that the router has chosen.
+        Returns None, to leave the result unchanged, if the call is not ``choice`` or if ``given`` is None (arguments of
+        the constructor). ``scores``: scores of all experts. ``own``: expert indices that the router has chosen.
 
         Raises:
             EngineError: ``given`` and ``own`` have different numbers of entries.
@@ -177,7 +177,8 @@ class _Member(nn.Module):
 
 
 def find_router_choice(block: nn.Module, child: str, count: int) -> RouterChoice | str:
-    """Finds, by trial runs of a copy of ``block``, the torch call that chooses among ``count`` experts in ``child``.
+    """Finds, by trial runs of a copy of ``block``, the torch call with which a router chooses among the ``count``
+    experts in the submodule ``child``.
 
     Returns the reason as text if there is none. The router's name in the result is relative to ``block``.
     """

@@ -90,7 +90,7 @@ def on_all(servers: Sequence[S], step: Callable[[S], None]) -> None:
 
 
 def after_failure(server: S, step: Callable[[S], None]) -> None:
-    """Calls ``step(server)`` to clean up after a failed update, with a deadline for requests one second from now.
+    """Calls ``step(server)`` to clean up after a failed update; repeats unanswered requests for at most one second.
 
     Errors of ``step`` propagate.
     """

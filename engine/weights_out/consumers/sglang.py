@@ -192,7 +192,7 @@ class SglangServers:
             on_all(self._servers, lambda server: after_failure(server, SglangServer.resume))
 
     def compare(self, number: int) -> None:
-        """Checks that servers of the same number of ranks have equal parameters, after version ``number``.
+        """Checks, after the update to version ``number``, that servers with equally many ranks have equal parameters.
 
         Raises:
             EngineError: two servers have different parameters; the message names them.

@@ -164,7 +164,7 @@ class VllmServers:
     def drop(self) -> None:
         """Drops the prepared version on all servers, and lets them generate again with the old weights.
 
-        A server with weights of two versions stays paused.
+        Exception: a server that failed while it overwrote its weights stays paused.
         """
         for step in (VllmServer.drop, VllmServer.resume):
             with suppress(EngineError):

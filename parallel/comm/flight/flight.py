@@ -172,8 +172,8 @@ class FlightFile:
     def events(self, written: int | None = None, most: int = layout.EVENTS) -> list[Event]:
         """Returns at most ``most`` of the newest events in the file, oldest first.
 
-        It omits events that the rank is overwriting. ``written``: number of events so far, by default read from the
-        file.
+        It omits events that the rank is overwriting. ``written``: number of the newest event to return; None: the last
+        one in the file.
         """
         if written is None:
             (written,) = layout.SEQUENCE.unpack_from(self._map, layout.COUNT_AT)

@@ -108,7 +108,7 @@ class FlightRecorder:
         """Records that the event ``sequence``, and the wait for it, have ended; adds the wait to the totals of
         ``stream``.
 
-        ``began``: result of :meth:`wait`. ``size``: bytes of the call.
+        ``began``: result of :meth:`wait`. ``size``: bytes of the event's full tensor, for the totals.
         """
         ended = now()
         layout.SEQUENCE.pack_into(self._map, layout.WAIT_AT, 0)

@@ -69,7 +69,7 @@ def _on_full(forward: Callable[..., Any], reason: str) -> Callable[..., Any]:
 def with_refusal(model: nn.Module, plan: ContextPlan, problem: BaseException) -> ContextPlan | None:
     """Returns ``plan`` with one more module that gets full sequences: the module in which a forward raised ``problem``.
 
-    Returns None if no module refused a sharded sequence, or if ``plan`` contains it already.
+    Returns None if no module refused a sharded sequence, or if ``plan`` already has the refusing module.
     """
     names = {id(module): name for name, module in model.named_modules() if name}
     done = {one.module for one in plan.gathered}

@@ -37,11 +37,11 @@ _Rows = Callable[[], Indices]
 
 
 def index_of_length(context: "GlobalTensorContext", have: Index, size: int, key: Hashable, near: _Rows) -> Index:
-    """Returns the sharding of a result with ``size`` rows that is computed from rows sharded as ``have``.
+    """Returns the sharding of a result with ``size`` rows that is computed from a source sharded as ``have``.
 
-    A result of as many rows as its source is sharded as ``have``. A result of another ``size`` is sharded as this
-    batch's sequences of this length; without them, each row is on the rank of its source row. ``near``: callback that
-    returns the source row of each result row. ``key``: cache key that identifies ``near``.
+    A result of as many rows as its source is sharded as ``have``. Another result is sharded as this batch's sequences
+    of length ``size``; if there are none, each row is on the rank of its source row. ``near``: callback that returns
+    the source row of each result row. ``key``: cache key that identifies ``near``.
     """
     if size == have.size:
         return have

@@ -42,7 +42,8 @@ _CONTENT = frozenset((
 
 
 class SequenceState(Protocol):
-    """Interface to the state for tensors that a single rank stores: messages between ranks, rules, and writes.
+    """Interface for code about tensors that a single rank stores: the sender of messages between ranks, the rules by
+    function, the record of writes and the count of slices.
 
     The context of sharded sequences implements it.
     """
@@ -81,8 +82,9 @@ class PlacedTensor(GlobalTensor):
     ) -> "PlacedTensor":
         """Wraps ``local`` as a tensor that a single rank stores; on other ranks ``local`` is a meta tensor.
 
-        ``home``: (rank that stores it, slice number from :meth:`SequenceState.next_age`). ``device``: device on that
-        rank. ``carried``: True for a result of several slices, such as a recurrent state.
+        ``home``: (rank that stores it, number of the slice, such as ``x[:, t]``, that decided the rank, from
+        :meth:`SequenceState.next_age`). ``device``: device on that rank. ``carried``: True if it is computed from
+        several such slices, as a recurrent state is.
         """
         x: PlacedTensor = Tensor._make_wrapper_subclass(
             PlacedTensor,
@@ -244,7 +246,7 @@ def _leaves(values: Any) -> list[Any]:
 def run_on_one_rank(context: "GlobalTensorContext", func: Function, args: Any, kwargs: Any) -> Any:
     """Runs ``func`` on the rank that stores the argument to which ``func`` writes.
 
-    If it writes to none, runs it on the rank that stores the newest slice among the arguments. Other
+    If ``func`` writes to no argument, runs it on the rank of the most recently made slice among the arguments. Other
     arguments are sent there. A function that reads values on the host, writes into a plain tensor, or has a sharded
     argument runs on all ranks instead.
     """
@@ -313,10 +315,10 @@ def _on_meta(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def with_gradient(local: Tensor, graded: bool) -> Tensor:
-    """Returns ``local``; if ``graded``, and a floating-point ``local`` requires no gradient, returns a detached alias
-    that requires one.
+    """Returns ``local``, or a detached alias of it that requires a gradient.
 
-    ``requires_grad`` is then the same on all ranks.
+    Returns the alias if ``graded`` is True, but a floating-point ``local`` requires no gradient. All ranks call it, so
+    that ``requires_grad`` is equal on them.
     """
     if not graded or local.requires_grad or not (local.is_floating_point() or local.is_complex()):
         return local

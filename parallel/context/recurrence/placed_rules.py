@@ -123,7 +123,7 @@ def narrow_positions(
 def blank_sequence(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Computes ``zeros_like`` and similar functions; the result is sharded as ``input``.
 
-    It becomes a full tensor if a function without a rule for sharded tensors first writes into it.
+    If the first function that writes into it has no rule for sharded tensors, it becomes unsharded.
     """
     if type(input) is not GlobalTensor or not any(input.sets):
         return metadata.blank(context, func, input, *args, **kwargs)
@@ -152,7 +152,8 @@ def blank_of_placed(context: "GlobalTensorContext", func: Function, input: Any, 
 def gathered_or_blank(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Runs ``func``, which has no rule for sharded tensors, on every rank with gathered arguments.
 
-    If it writes in place into an unwritten result of ``zeros_like``, this tensor becomes full without a gather.
+    If ``func`` writes in place into a result of ``zeros_like`` without earlier writes, this result becomes unsharded
+    without a gather.
     """
     name, target = function_name(func), args[0] if args else None
     if type(target) is not GlobalTensor or not writes_in_place(name):

@@ -58,7 +58,8 @@ class Relay:
         return made
 
     def tie(self, local: Tensor, graded: bool, in_place: bool = False) -> Tensor:
-        """Returns ``local`` with an autograd graph, so that every rank's backward reaches all messages sent so far.
+        """Returns ``local``, connected in autograd to all messages sent so far, so that every rank's backward joins
+        them.
 
         ``graded``: True to attach a graph even if no message has been sent. ``in_place``: True to attach the graph to
         ``local`` itself.

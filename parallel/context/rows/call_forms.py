@@ -35,9 +35,9 @@ class SeenCall:
 
 
 class LeafForm(NamedTuple):
-    """Condition for one argument of a call: a tensor with ``dims`` dims, or, if ``dims`` is None, the value ``value``.
+    """Condition for one argument of a call: it is a tensor with ``dims`` dims, or equals ``value``.
 
-    ``dim``: the tensor's dim of positions; None: it has none.
+    ``dims``: None for an argument that is no tensor. ``dim``: the tensor's dim of positions; None: it has none.
     """
 
     dims: int | None
@@ -132,7 +132,8 @@ class SequenceSize(NamedTuple):
         return 0 if len(shape) > 0 and shape[0] == self.rows * self.length else None
 
     def form_of(self, call: SeenCall) -> CallForm | None:
-        """Returns conditions for calls with the structure, numbers of dims and other values of the recorded ``call``.
+        """Returns conditions for calls with the argument structure, numbers of tensor dims and non-tensor values of the
+        recorded ``call``.
 
         Sizes and dtypes of tensors may differ. Returns None if no floating-point argument has positions.
         """

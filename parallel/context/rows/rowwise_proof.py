@@ -41,7 +41,7 @@ _DROPOUT = (functional.dropout, torch.dropout, functional.alpha_dropout)
 class ProvenForm(NamedTuple):
     """Conditions for calls in which a module is proven to compute each position independently.
 
-    It also describes the result of such calls, and counts the elements of their tensors.
+    The object also describes the result of such a call, and counts the elements of the call's tensors.
     """
 
     call: CallForm
@@ -240,7 +240,7 @@ class _Trial:
 def random_twin(module: nn.Module, dtype: torch.dtype, draw: torch.Generator) -> tuple[nn.Module, list[Tensor]]:
     """Returns a copy of ``module`` with random parameters of ``dtype``, and the leaf tensors of these parameters.
 
-    A very large parameter repeats one row, without more memory. ``draw``: generator of the random numbers.
+    To save memory, a matrix with more than 2**22 elements repeats one row. ``draw``: generator of the random numbers.
     """
     leaves, fresh = list[Tensor](), dict[int, Any]()
     for each in module.parameters():
