@@ -127,7 +127,9 @@ def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
     """
     plain = matrices.is_contiguous() and matrices.shape[2] * matrices.element_size() % _ALIGNED == 0
     lying = matrices if plain else matrices.transpose(1, 2)
-    return (lying if lying.is_contiguous() and not lying.data_ptr() % _ALIGNED else lying.clone()), not plain
+    ready = lying.is_contiguous() and not lying.data_ptr() % _ALIGNED
+    # a plain clone keeps the order of dense dims, which the kernel would read as [X, N, K]
+    return lying if ready else lying.clone(memory_format=torch.contiguous_format), not plain
 
 
 def _tile_for(dtype: torch.dtype) -> Tile:

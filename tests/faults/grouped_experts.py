@@ -29,6 +29,14 @@ GROUPED_EXPERTS = (
         tests=(f"{_AWAITED}::test_a_schedule_fills_the_waits_for_results_and_for_their_gradients",),
     ),
     Fault(
+        name="a-stack-copied-in-its-own-order",
+        about="A stack of experts that is stored in another order of dims is read as if it were contiguous.",
+        file="kernels/gpu/grouped_matmul.py",
+        old="lying.clone(memory_format=torch.contiguous_format)",
+        new="lying.clone()",
+        tests=("tests/kernels/ops/test_grouped_product.py::test_a_kernel_reads_stacks_in_any_order_of_their_dims",),
+    ),
+    Fault(
         name="grouped-rows-of-the-next-expert",
         about="Grouped products multiply rows by the matrices of the next expert.",
         file="parallel/kernel_injection/expert_stacks.py",

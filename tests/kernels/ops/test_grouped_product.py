@@ -89,6 +89,16 @@ def test_whole_numbers_are_exact_and_an_expert_without_rows_gets_zeros(mode: Mod
         assert found.equal(gradient) and found.stride() == order.stride()
 
 
+def test_a_kernel_reads_stacks_in_any_order_of_their_dims() -> None:
+    from engine.kernels.gpu.grouped_matmul import launch_grouped_product
+
+    x, weight = made(SIZES[0], torch.float32)
+    stored = weight.transpose(0, 1).contiguous().transpose(0, 1)  # [X, K, N] in memory of [K, X, N]
+    assert not stored.is_contiguous() and not stored.transpose(1, 2).is_contiguous()
+    y = launch_grouped_product(x, stored, ends_of(SIZES[0]))
+    assert torch.equal(y, launch_grouped_product(x, weight, ends_of(SIZES[0])))
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     x, weight = made((3, 2), torch.float32)
     with pytest.raises(EngineError, match=r"rows \(5, 40\), matrices \(2, 40, 72\) and ends \(3,\) do not match"):
