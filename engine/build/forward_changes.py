@@ -110,9 +110,9 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
     """Fuses linear layers, unsharded or column-parallel, with the activations after them, as listed in ``changes``.
 
-    Also makes unsharded linear layers and embeddings add their weight gradients in backward to main gradients (buffers
-    that sum gradients), if the engine has them; layers with a custom forward are left out. ``patches`` records each
-    replaced forward.
+    If the engine sums gradients in main-gradient buffers, the backward of unsharded linear layers and embeddings then
+    adds to these buffers. Layers with a custom forward are not changed for that. ``patches`` records each replaced
+    forward.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)

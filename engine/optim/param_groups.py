@@ -65,11 +65,10 @@ def read_optimizer(
 
 
 def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, notes: Iterable[str]) -> Config:
-    """Returns ``config`` with additional notes for the user: ``notes``, one if ``optimizer`` replaces type and params
-    of the section ``optimizer``, and one if ``lr_scheduler`` replaces the section ``scheduler``.
+    """Returns ``config`` for a run with the user's own optimizer or schedule, with notes that the banner prints.
 
-    A replaced section ``scheduler`` is removed. A replaced section ``optimizer`` stays, but its type and params have no
-    effect.
+    If ``optimizer`` is given, type and params of the configured optimizer have no effect, and a note says this. If
+    ``lr_scheduler`` is given, the configured scheduler is removed, with a note too. ``notes`` are added as well.
 
     Args:
         optimizer: the user's optimizer, or None.

@@ -127,7 +127,7 @@ class SearchedProgram:
         return whole, note if refused else ""
 
     def material_of_shorter(self, followed: "_Followed", tp: int) -> tuple[Material | None, str]:
-        """Runs the model on half the tokens of ``followed``, rounded to a multiple of ``tp``.
+        """Traces the model again, on half the tokens of the example in ``followed``, a multiple of ``tp`` tokens.
 
         Returns (arguments of all module calls, ""), or (None, reason) if the model cannot run on fewer tokens.
         """

@@ -136,9 +136,9 @@ class RouterReplay:
         self._waiting = []
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a function that opens a context for the recomputation of blocks of the current forward.
+        """Returns a function that opens a context for recomputing blocks in backward. Call ``again`` in the forward.
 
-        In the context, routers use ``routed_experts`` of that forward's batch, and nothing is recorded.
+        In the context, routers use ``routed_experts`` of the batch of that forward, and nothing is recorded.
         """
         now = self._now
 

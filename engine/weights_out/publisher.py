@@ -334,10 +334,11 @@ def copy_rank(run: RunState, tensor: ModelTensor, rank: int) -> int | None:
 def make_owners(
     run: RunState, settings: WeightsOutConfig, urls: Sequence[str]
 ) -> Iterator[tuple[list[int], OwnerRank]]:
-    """Yields (ranks, owner). An owner has the address of a rank, and elements that the rank serves.
+    """Yields (ranks, owner) for each set of elements that receivers download. ``owner``: elements, and address of the
+    rank that serves them.
 
-    ``ranks`` has the rank with the address first. With ``settings.copies`` > 1, it may have a second rank, with the
-    same elements. Owners are in the order of their first ranks.
+    ``ranks``: this rank, and if ``settings.copies`` > 1 maybe a second one with the same elements. Owners are in the
+    order of their first ranks.
 
     Args:
         urls: address of each rank.
@@ -356,11 +357,10 @@ def make_owners(
 
 
 def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> tuple[list[list[int]], Geometry]:
-    """Returns (ranks, geometry). ``ranks`` has, for each owner, a list of the ranks that serve its elements. The
-    geometry has all tensors and owners of this run.
+    """Returns (ranks, geometry). The geometry lists all tensors, and owners: sets of elements with the address that
+    serves them. ``ranks``: for each owner, the ranks that have its elements.
 
-    An owner is a set of elements and the address of a rank that serves them. All-gathers the addresses (traffic label
-    "start"); the result is equal on all ranks.
+    All-gathers the addresses (traffic label "start"); the result is equal on all ranks.
 
     Args:
         url: address of this rank.

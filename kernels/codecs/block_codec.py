@@ -171,7 +171,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
-    """Codec with one fp32 scale per block of numbers; ``kernels`` selects Triton or PyTorch."""
+    """Codec that stores values with fewer bits, and one fp32 scale for each block of values, as ``wire`` says."""
 
     wire: BlockFormat
     kernels: Kernels

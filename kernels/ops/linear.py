@@ -360,7 +360,7 @@ _library_linear.register_autograd(_library_linear_gradients, setup_context=_keep
 
 
 class MainProduct(NamedTuple):
-    """Settings of a linear layer, and ``main``, which sums the gradients of its weight over microbatches."""
+    """Settings of a linear layer. ``main``: buffer that sums its weight gradients over microbatches."""
 
     transposed: bool
     activation: Activation

@@ -41,9 +41,9 @@ class ExpertPacking:
         return apart.movedim(0, self.dim + self.alternate).flatten(self.dim, self.dim + 1)
 
     def ranges(self, bounds: Sequence[int]) -> tuple[Range, ...]:
-        """Returns ranges of indices along the expert dim, each with the rank that stores them.
+        """Returns the ranges of indices along the expert dim that each rank stores.
 
-        Rank r owns the experts from ``bounds[r]`` to before ``bounds[r + 1]``.
+        Rank r has the experts ``bounds[r]`` to ``bounds[r + 1]`` - 1; an expert may take several indices.
         """
         experts, ranks = bounds[-1], range(len(bounds) - 1)
         if self.alternate:

@@ -131,7 +131,7 @@ class ForwardPatches:
     def hook(self, module: nn.Module, layer: PatchLayer, handle: RemovableHandle, note: str) -> None:
         """Records a hook on ``module`` as a patch; removal calls ``handle.remove``.
 
-        ``layer``: position of the patch; ``note``: effect, for reports.
+        ``layer``: position among the patches of ``module``; ``note``: effect, for reports.
         """
         self._patches.append(Patch(module, layer, note, handle.remove))
 

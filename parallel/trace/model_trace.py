@@ -42,13 +42,13 @@ class FromArgument(NamedTuple):
 
 
 class FromParameter(NamedTuple):
-    """Source of a leaf of a traced output: the parameter of the model with the name ``parameter``."""
+    """Origin of one tensor in a traced output: the model's parameter called ``parameter``."""
 
     parameter: str
 
 
 class FreeTensor(NamedTuple):
-    """Source of a leaf of a traced output: a tensor that is computed from the batch alone, without parameters."""
+    """Origin of one tensor in a traced output: computed from the batch alone, without parameters."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -149,8 +149,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Record of one call of a unit. A unit is a block (repeated layer) or, outside blocks, an outermost module with
-    parameters.
+    """Record of one call of a unit: a block (repeated layer), or a module outside all blocks that has parameters, such
+    as an embedding or a head.
     """
 
     unit: str

@@ -59,10 +59,9 @@ class TorchTensor:
     strides: tuple[int, ...]
 
     def span(self, piece: Piece, first: int = 0, tensor: str = "a tensor") -> FileSpan:
-        """Returns the file position of ``piece``, a range of elements of a parameter. The range begins at element
-        ``first`` of this tensor, which contains all of it.
+        """Returns the file position of ``piece``, elements of a parameter that are consecutive in this tensor.
 
-        ``tensor`` names the parameter in messages.
+        ``first``: index of the first of them in this tensor. ``tensor``: name of the parameter for messages.
 
         Raises:
             CheckpointError: this tensor is not contiguous, or has too few elements.

@@ -166,10 +166,11 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
-        """Stores the tensors to send after a call or operation with the result ``out`` and the arguments ``arguments``.
+        """Stores those results of a call that another stage needs, until they are sent. Returns ``out``, with a view in
+        place of each sent tensor that has a hook.
 
-        ``output``: structure of ``out``. ``writes``: (position in ``arguments``, value number) of tensors written in
-        place. Returns ``out``, with a view in place of each sent tensor that has a hook.
+        ``output``: structure of the result ``out``. ``writes``: (index in ``arguments``, index in the trace's values)
+        of tensors written in place.
         """
         leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):

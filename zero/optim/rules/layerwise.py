@@ -142,8 +142,10 @@ class LayerwiseUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates all parameters of this object except ``unused`` ones, which have no gradient; then yields one set
-        with the names of all. ``missed``: parameter name -> number of earlier updates without a gradient.
+        """Updates the parameters of this object. Then yields one set: the names of all its parameters.
+
+        ``unused``: names of parameters without a gradient, which are not updated. ``missed``: parameter name -> number
+        of earlier updates without a gradient.
         """
         due = {weight: maker for maker in self._makers for weight in maker.due}
         parts = counted_parts(self._places, due.keys(), self._routes, self._comm.grid)
