@@ -68,7 +68,7 @@ class ComputedGradients:
 
         Args:
             rank: global rank of this process.
-            update: number of updates at the last check without a finding; the report stores it.
+            update: number of updates at the check before this one; the report stores it.
         """
         differs, self._differs = self._differs, None
         if differs is None or not differs.any():

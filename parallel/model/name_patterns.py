@@ -23,7 +23,7 @@ def is_inside(name: str, module: str) -> bool:
 
 
 def starred(name: str) -> str:
-    """Returns ``name`` with each number replaced by ``*``."""
+    """Returns ``name`` with each part between dots that is a number replaced by ``*``."""
     return _NUMBER.sub(r"\1*", name)
 
 

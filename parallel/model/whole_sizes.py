@@ -53,7 +53,8 @@ class RunningModules:
             self._running -= 1
 
     def asks_for_whole(self, callers: int = 1) -> bool:
-        """Returns True if the code that reads a parameter's size is user code, and no sharded module is running.
+        """Returns True if the code that reads a parameter's size belongs neither to torch nor to the engine, and no
+        sharded module is running. Returns False in compiled code.
 
         ``callers``: number of stack frames from the caller of this method to the code that reads.
         """

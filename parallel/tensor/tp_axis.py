@@ -100,7 +100,8 @@ class TensorAxis:
 
     @contextmanager
     def filling_waits(self, spare: Callable[[], None], device: torch.device) -> Iterator[None]:
-        """Calls ``spare``, for other work, before each wait for a collective of this axis inside the context.
+        """Calls ``spare``, for other work, before each wait for a collective of this axis, or for an exchange of expert
+        rows, inside the context.
 
         On a ``device`` without overlap, ``spare`` is not called.
         """

@@ -221,8 +221,8 @@ _PARAMETERS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebui
 
 
 def call_of_torch(name: PickledName, arguments: tuple[Any, ...]) -> Any:
-    """Returns the tensor, dict, list or tuple that a call in a ``torch.save`` pickle makes, or a ``PickledObject`` if
-    it makes something else. Does not run the called function.
+    """Returns the tensor, dict, list or tuple that a known call in a ``torch.save`` pickle makes (a list for a set), or
+    a ``PickledObject`` for any other call. Does not run the called function.
     """
     match str(name).replace("__builtin__.", "builtins."), arguments:  # the name of Python 2, which protocol 2 still has
         case ("collections.OrderedDict" | "builtins.dict", ()) | ("collections.defaultdict", _):

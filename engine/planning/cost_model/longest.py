@@ -108,9 +108,9 @@ def long_layouts(work: Workload, world: int, node: int) -> Iterator[TrainingLayo
 def longest_runs(
     work: Workload, layouts: Iterator[TrainingLayout], memory_bytes: float, sample: LengthSample | None = None
 ) -> list[LongestRun]:
-    """Returns the longest sequence that fits in memory for each layout: layouts with counted bytes first, then all
-    others; both groups by descending length.
+    """Returns the longest sequence that fits in memory for each layout, by descending length.
 
+    Layouts with counted bytes come before all others, unless the count fails for a layout that would be first.
     ``memory_bytes``: memory of a GPU. ``sample``: function that counts the bytes of a layout's blocks in a dry run
     (tensors without data); None: formulas only.
     """

@@ -36,7 +36,9 @@ _USES_ALONE = 2
 
 
 class WrittenTensors:
-    """Record of sharded results of ``zeros_like`` and similar functions that no function has written into yet."""
+    """Record of sharded results of ``zeros_like`` and similar functions without a write so far, and of sharded tensors
+    with a write of a differentiable value at one position.
+    """
 
     def __init__(self) -> None:
         self.blank: Any = WeakIdKeyDictionary()
