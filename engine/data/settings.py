@@ -157,10 +157,11 @@ class StepRows:
         return self.micro * self.accumulation * self.size
 
     def microbatches(self, position: int) -> Iterator[range]:
-        """Yields a range for each microbatch of this data rank: the positions of the microbatch's rows in the data.
+        """Yields a range for each microbatch of this data rank: the positions of its rows in the sequence of rows that
+        all data ranks consume, counted over all epochs.
 
         Args:
-            position: number of rows in the data before the training step.
+            position: number of rows in this sequence before the training step.
         """
         first = position + self.rank * self.micro * self.accumulation
         return (

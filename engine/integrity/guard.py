@@ -56,7 +56,7 @@ class ComputedGradients:
     @property
     def noticed(self) -> bool | Tensor:
         """0-dim bool tensor on the device: True if the two runs of a step differ; the Python value False if no step was
-        run twice.
+        run twice since the last ``findings``.
         """
         return self._differs is not None and self._differs.any()
 

@@ -333,7 +333,7 @@ class CrossEntropy:
 
 
 def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Checks that each class index in ``target`` is less than ``vocabulary``, or equals ``ignore_index``.
+    """Checks that each class index in ``target`` is from 0 to ``vocabulary`` - 1, or equals ``ignore_index``.
 
     On an accelerator it checks nothing, because the host would have to wait.
 

@@ -108,7 +108,7 @@ class MuonRule:
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "MuonRule":
         """Returns the rule with the hyperparameters in ``group``, a parameter group with the options of
-        ``torch.optim.Muon``.
+        ``torch.optim.Muon`` and ``ns_dtype`` ("bf16" or "fp32").
         """
         return cls(
             lr=float(group["lr"]),

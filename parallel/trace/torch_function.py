@@ -131,8 +131,8 @@ class WrapperTensor(torch.Tensor):
 
 
 def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
-    """Returns the class of the first :class:`WrapperTensor` in ``args`` and ``kwargs``, also inside lists and dicts, or
-    None.
+    """Returns the class of a :class:`WrapperTensor` in ``args`` and ``kwargs``, also inside lists, tuples and dicts;
+    None if there is none.
     """
     values = [*args, *(kwargs or {}).values()]
     while values:

@@ -119,7 +119,7 @@ class HttpLink:
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
         """Sends this rank's initial weights of ``fragment`` to the fragment's store.
 
-        If the store takes another site's initial weights instead, raises StoreRefusedError if it is the only store, and
+        If the store waits for the initial weights of another run, raises StoreRefusedError if it is the only store, and
         returns normally if there are several.
 
         ``life``: number of the site's run. ``body``: bytes of fp32 values, uint8 [bytes].
