@@ -69,7 +69,7 @@ class TrainingLoop:
 
         Averages the gradient over the microbatches of the step and over data ranks; a loss (sum, weight) is divided by
         the total weight of all losses in the step. Gradients are reduced over dp during the last backward.
-        ``loss.backward()`` has the same effect, but the step's report then has no loss, and fp16 needs ``scale``.
+        ``loss.backward()`` has the same effect, but the loss of the step's report is nan, and fp16 needs ``scale``.
 
         Args:
             loss: a 0-dim mean, or (sum, weight); it may depend on several forwards, and on several engines.

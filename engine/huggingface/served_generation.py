@@ -37,7 +37,8 @@ class ServedGeneration:
     Args:
         servers: URLs of the vLLM servers.
         accelerator: accelerator of the trainer.
-        given: keyword arguments of ``VLLMGeneration``; server settings have no effect.
+        given: keyword arguments of ``VLLMGeneration``. Only ``model``, ``server_timeout`` and the settings of sampling,
+            except ``logprobs``, have an effect.
 
     Raises:
         ConfigError: the model has adapters, or a server does not answer; every rank raises it.

@@ -134,7 +134,7 @@ class PushShare:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Newest merged version of a fragment (group of tensors) that the store offers to a training site."""
+    """Newest version of a fragment (group of tensors) that the store offers to a training site."""
 
     version: int
     merged: int

@@ -64,7 +64,8 @@ def check_batch(
     """Checks that all ranks of a replica (one full copy of the model) have equal batches and equal grad modes.
 
     One all-gather of 8 bytes a rank over the replica, label "batch check". Returns True if ``moved`` is True on any
-    rank. On a rank with a ``problem``, returns False and never raises for batches.
+    rank. On a rank with a ``problem``, returns False and never raises for batches. A replica of one rank communicates
+    nothing and returns False.
 
     ``problem``: exception that left this rank without a batch, or None.
     ``moved``: True if attributes of this rank's model have changed since the last comparison of forward traces between

@@ -101,7 +101,10 @@ class Sweep:
             self.tell()
 
     def rows(self) -> list[TrialRow]:
-        """Returns, on rank 0, one row for each trial of the sweep, and an empty list on other ranks."""
+        """Returns, on rank 0, one row for each trial of the sweep.
+
+        Returns an empty list on other ranks, and before the first :meth:`ask`.
+        """
         return self._study.rows() if self._study is not None else []
 
     def best(self) -> TrialRow | None:

@@ -192,8 +192,8 @@ _WORTH_A_NAME = 1e-3
 class Stragglers:
     """Detector of slow ranks and slow links, over windows of at least ``steps`` training steps.
 
-    A rank is slow if it computes more than ``factor`` times as long as the median of its pipeline stage's other ranks.
-    Each rank and link is reported once.
+    A rank is slow if it computes more than ``factor`` times as long as the median of its pipeline stage's other ranks,
+    and over 1 ms longer per step. Each rank and link is reported once.
     """
 
     factor: float

@@ -100,8 +100,8 @@ class RetainedForwards:
                 )
 
     def late(self, now: float) -> Iterator[DropTicket]:
-        """Yields a drop command for each forward that is over its time limit at ``now`` (seconds) and has no accepted
-        backward.
+        """Yields a drop command for each forward that is over its time limit at ``now`` (seconds), unless a backward of
+        it waits or runs, or it is dropped already.
         """
         for ticket, own in list(self._waiting.items()):
             if now - own.since <= self._seconds:
