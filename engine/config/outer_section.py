@@ -57,7 +57,9 @@ OUTER_DEFAULTS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
-    """Settings of a site: an engine that trains separately and merges updates with other sites through a server."""
+    """Settings of a site: an engine that trains separately and merges updates with other sites, through a server or,
+    with the rule hogwild, in shared memory.
+    """
 
     url: tuple[str, ...] | str | None = setting(None, AnyOf(
         rules=(Text(noun="an address"), ListOf(each=Text(), least=1, noun="a list of addresses")),

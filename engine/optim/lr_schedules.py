@@ -102,7 +102,8 @@ def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
 def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
     """Returns the learning rate of update number ``update``, from 0, in DeepSpeed's OneCycle.
 
-    It rises from ``cycle_min_lr`` to ``cycle_max_lr``, falls back, then decays if ``decay_lr_rate`` is set.
+    It rises from ``cycle_min_lr`` to ``cycle_max_lr``, falls back, then decays if ``decay_lr_rate`` and
+    ``decay_step_size`` are set.
 
     Args:
         base: no effect.

@@ -287,7 +287,7 @@ View = Callable[[Tensor], Tensor]
 class QuantizedWeight(Tensor):
     """Read-only tensor for frozen quantized weights, which stores only codes and scales.
 
-    It has the shape and ``dtype`` of the decoded weights, and is decoded for each operation.
+    It has the shape and ``dtype`` of the decoded weights, and is decoded for each operation except views and casts.
     """
 
     packed: Tensor

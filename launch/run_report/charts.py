@@ -75,7 +75,7 @@ def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -
 
 
 def figure(title: str, shown: str, picture: str) -> str:
-    """Returns an HTML figure: ``title``, then the subtitle ``shown``, and below them ``picture``, HTML or SVG."""
+    """Returns an HTML figure: ``title`` and the text ``shown`` on one line, below them ``picture``, HTML or SVG."""
     head = f"<figcaption>{escape(title)}<b>{escape(shown)}</b></figcaption>"
     return f'<figure class="chart">{head}{picture}</figure>'
 

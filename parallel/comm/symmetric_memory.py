@@ -241,10 +241,10 @@ class SymmetricBuffer:
         return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
 
     def arrivals_at(self, owner: int, epoch: int) -> Tensor:
-        """Returns a view of int32 words in the memory of rank ``owner``, one for each tile of this rank's data.
+        """Returns a view of int32 words in the memory of rank ``owner``, one for each tile that a slot can have.
 
-        This rank writes ``epoch``, the number of the collective, to word i when tile i has arrived. ``owner``: index on
-        the axis.
+        This rank writes ``epoch``, the number of the collective, to word i when tile i of its data has arrived.
+        ``owner``: index on the axis.
         """
         most = self.sizes.most
         words = self._memory.parts[owner][self.sizes.slots :].view(torch.int32)

@@ -253,7 +253,9 @@ class _Download:
 
 @dataclass(slots=True)
 class Downloads:
-    """Merged weights that a store sends in ranges of bytes, one version at a time for each rank and fragment."""
+    """Merged weights that a store sends in ranges of bytes: one version at a time for each run of a site, rank and
+    fragment.
+    """
 
     under_way: dict[tuple[int, int, int], _Download] = field(default_factory=dict)
 
