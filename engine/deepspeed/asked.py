@@ -61,7 +61,9 @@ class AskedSettings:
         return section.type.lower() if section is not None else None
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """Returns the section ``optimizer.params`` of the configuration; None if no optimizer is configured."""
+        """Returns the section ``optimizer.params`` of the configuration, with defaults for absent keys; None if no
+        optimizer is configured.
+        """
         section = self.engine.config.optimizer
         return dict(section.params) if section is not None else None
 

@@ -104,10 +104,11 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 class EqualRanksBackend(RecordingBackend):
-    """Communication backend of a dry run in one process: collectives act as if all other ranks had this rank's tensors.
+    """Communication backend of a dry run in one process. It sends nothing; a gather acts as if all ranks had this
+    rank's tensors.
 
     Args:
-        exchanges: True: a reduce-scatter allocates a temporary tensor for the slices of other ranks, as on gloo.
+        exchanges: True: a reduce-scatter allocates a temporary tensor for the slices of all ranks, as on gloo.
     """
 
     def __init__(self, grid: Grid, exchanges: bool) -> None:

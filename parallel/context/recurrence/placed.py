@@ -128,9 +128,9 @@ class PlacedTensor(GlobalTensor):
         return self.views.axis.index == self.rank
 
     def on(self, rank: int) -> "PlacedTensor":
-        """Returns a copy of this tensor that rank ``rank`` stores; all ranks call it.
+        """Returns this tensor if rank ``rank`` stores it, else a copy that ``rank`` stores; all ranks call it.
 
-        Sends the tensor, unless ``rank`` has it already.
+        An earlier copy is returned again, without sending, until a write in place to any :class:`PlacedTensor`.
         """
         if rank == self.rank:
             return self

@@ -11,8 +11,8 @@ from engine.parallel.pipeline.schedule.dependencies import DependencyGraph
 def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
     """Proves that ``schedule`` is complete and runs without deadlock.
 
-    Every stage must run the forward and the backward (B, or I and W) of each microbatch exactly once, on its rank. All
-    stages must process the microbatches in the same order. Sends are asynchronous.
+    Every stage must run the forward and, in training, the backward (B, or I and W) of each microbatch exactly once, on
+    its rank. All stages must process the microbatches in the same order. Sends are asynchronous.
 
     ``receives_ahead``: number of following actions for which a rank posts receives. If given, blocking sends must not
     deadlock either. gpipe, 1f1b and zb-h1 with one stage on each rank allow 0.
