@@ -104,7 +104,7 @@ class StopSignal:
             signal.raise_signal(number)
 
     def give_up(self) -> None:
-        """Removes the handler. If SIGTERM was received before, sends it to this process again, which then ends."""
+        """Removes the handler. If SIGTERM was received, repeats it: the previous handler, or the default, acts."""
         self.remove()
         if self.asked and not self._active:
             signal.raise_signal(signal.SIGTERM)

@@ -38,8 +38,8 @@ class MemoryFiles(Files):
     """File operations that write a checkpoint into host memory. Folders are created with their first file.
 
     Args:
-        named: rank 0's memory folder. On every rank, callers pass paths inside it.
-        shared: this host's memory folder. ``create`` puts it in the place of ``named`` in a path; other methods use
+        named: rank 0's tmpfs folder, which contains memory folders. On every rank, callers pass paths inside it.
+        shared: this host's tmpfs folder. ``create`` puts it in the place of ``named`` in a path; other methods use
             paths unchanged.
     """
 

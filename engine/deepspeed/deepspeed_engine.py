@@ -174,7 +174,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             route: "train" shuffles the rows; "eval" and "predict" do not.
             pin_memory: True: copies batches to page-locked memory, if there is an accelerator.
             data_sampler: sampler that yields only this rank's rows, and ignores ``route``; None: torch's
-                DistributedSampler.
+                DistributedSampler, or no sampler for an iterable dataset, which must yield this rank's rows.
             collate_fn: callback that makes a batch from a list of rows; None: the function passed to ``initialize``.
             num_local_io_workers: number of reader processes; None: this process reads.
         """

@@ -462,7 +462,7 @@ class PipelineCall:
         return StageOutput(sent, resume_graph(outputs, self._gradients[microbatch]) if graded else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Returns the context of one stage's backward; the last backward of a step reduces gradients over dp."""
+        """Returns the context of a stage's backward; the stage's last one of a step reduces its gradients over dp."""
         args, kwargs = self._arguments[action.microbatch]
         self._runtime.begin_backward(args[0] if len(args) == 1 and not kwargs else kwargs)
         self._backwards[action.stage] += 1

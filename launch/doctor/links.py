@@ -317,8 +317,9 @@ def axis_figures(
 ) -> list[AxisFigure]:
     """Combines the ``times`` of all ranks to one result per group of ranks along an axis, from its slowest rank.
 
-    ``device`` sets each result's expected latency and bandwidth. ``shared``: True if tensor ranks of a host communicate
-    through shared memory.
+    ``device`` sets each result's expected latency, and the expected rate within a host. Between hosts, network
+    interfaces set this rate; it is None on CUDA. ``shared``: True if tensor ranks of a host communicate through shared
+    memory.
     """
     by_group: dict[tuple[str, tuple[int, ...]], list[AxisTimes]] = {}
     for one in times:

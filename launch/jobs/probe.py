@@ -39,7 +39,7 @@ def gpu_names() -> list[str]:
 
 
 def tell_facts() -> None:
-    """Reads the launcher's request from stdin, and prints the facts about this host; both are a line of JSON.
+    """Reads the launcher's request, a JSON line, from stdin; prints ``MARK`` and the facts about this host in JSON.
 
     The request has script, folder and environment of the job; the facts include versions, GPUs and a free port.
     """

@@ -118,8 +118,8 @@ class PlannedModel:
     def shortened(self, shorter: nn.Module, config: Config) -> "PlannedModel":
         """Returns a copy of this object for ``shorter``, a copy of the model with fewer blocks.
 
-        If ``config`` does not determine the tensor-parallel styles, the copy gets the styles that a search finds for
-        the full model.
+        If ``styles`` is None and ``config`` does not determine the tensor-parallel styles, the copy gets the styles
+        that a search finds for the full model.
         """
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)

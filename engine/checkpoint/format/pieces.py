@@ -166,8 +166,8 @@ def runs(source: Piece, target: Piece, inside: Iterable[Piece] = (), outside: It
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
     """Returns True if every element of a tensor of ``shape`` is in exactly one of ``pieces``.
 
-    Parts (selections of rows) of different pieces must be equal, or disjoint and selected along the same dim; otherwise
-    returns False. The cost does not depend on the tensor's size.
+    Parts (selections of rows) of different pieces must be equal, or disjoint and selected along the same dim, with
+    equal or disjoint ranges ``outer``; otherwise returns False. The cost does not depend on the tensor's size.
     """
     ranges: dict[Part, list[tuple[int, int]]] = {}
     for piece in pieces:

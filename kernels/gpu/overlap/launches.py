@@ -197,7 +197,7 @@ def forward_slots_kernel(
 ):  # fmt: skip
     """Writes ``part`` [L, N] to this rank's slot on every rank, and signals each tile with the call number ``epoch``.
 
-    It does not wait for other ranks. ``slots`` to ``most``: from a :class:`Mailbox`.
+    It does not wait for other ranks. ``slots`` to ``most``, except ``epoch``: from a :class:`Mailbox`.
     """
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns

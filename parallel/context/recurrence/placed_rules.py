@@ -48,7 +48,10 @@ class WrittenTensors:
 
 
 def select_position(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
-    """Computes ``select``; along the sharded dim, the result is only on the rank that stores the position ``index``."""
+    """Computes ``select``; along the only sharded dim, the result is on the rank that stores the position ``index``.
+
+    Without a rule for that, such as under autocast, all ranks get the elements of the sharded dim.
+    """
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         place = positive_dim(int(index), input.full[dim])

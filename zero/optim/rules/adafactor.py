@@ -59,8 +59,8 @@ class FactorRoutes(SumRoutes):
 
     @property
     def elements(self) -> int:
-        """Number of elements in a step's first all-reduce: row and column sums of squared gradients, and the sum of
-        squared weights of each parameter.
+        """Number of elements in a step's first all-reduce: row and column sums of squared gradients (of a vector: one
+        per element), and the sum of squared weights of each parameter.
         """
         return sum(mean_elements(row.shape) + 1 for row in self.rows)
 
