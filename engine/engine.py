@@ -202,13 +202,15 @@ class Engine(TrainingLoop, NamedState):
                 number.
 
         Communicates activations and their gradients over pp, activations over tp, gradients and parameters over dp.
-        Also sends a digest of the batch over the ranks of one model copy, and eight scalars over the world.
+        Also sends a digest of the batch over the ranks of one model copy, and nine scalars (more with metrics or
+        experts) over the world.
 
         Raises:
             EngineError: the batch is malformed, or differs between the ranks of one model copy; nothing is updated. Or
                 ``max_skipped_steps`` steps in a row were skipped. All ranks raise.
-            Exception: any other failure. With tensor ranks, pipeline ranks or sharded parameters, the failing rank
-                raises at once, and the job ends; otherwise all ranks raise.
+            Exception: another failure before the update; all ranks raise, and nothing is updated. But with tensor
+                ranks, pipeline ranks, sharded parameters or experts on other ranks, a rank that fails in a forward or
+                backward raises at once, and the job ends.
         """
         self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():

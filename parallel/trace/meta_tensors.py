@@ -45,7 +45,7 @@ class MetaTwins:
 
     def stand_in(self, twin: Tensor) -> Tensor:
         """Returns a placeholder that user code gets for the meta tensor ``twin``: same shape, on this object's
-        ``device``, with one element of memory.
+        ``device``, with memory for at most one element.
         """
         sparse = twin.layout != torch.strided
         tensor = without_elements(twin, self.device) if sparse else self._placeholders.give(twin.shape, twin.dtype)

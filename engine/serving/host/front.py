@@ -30,7 +30,7 @@ SERVER = "the service"
 def service_token(serve: ServeConfig) -> str:
     """Returns the secret token that clients must send, or "" if there is none.
 
-    It is read from the environment variable ``serve.token_env``.
+    It is the value of the environment variable that ``serve.token_env`` names.
 
     Raises:
         ConfigError: the token is not one word of printable ASCII.
