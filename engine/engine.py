@@ -140,7 +140,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """torch scheduler that sets the learning rate; None if the rate is constant or computed from the step count."""
+        """torch scheduler that sets the learning rate; None if it is constant or computed from the update count."""
         return self._parts.runtime.learning_rate.scheduler
 
     @property
@@ -452,8 +452,8 @@ class Engine(TrainingLoop, NamedState):
 
         The model's classes, attributes and hooks are then as before ``initialize``. Parameters stay in shards;
         parameters of other pipeline stages remain placeholders (NaN, without memory). A model in ZeRO shards can be
-        passed to ``engine.deepspeed`` again; a model in tensor shards or stages cannot be trained again. The process
-        group itself lives until the interpreter exits.
+        passed to ``engine.deepspeed`` again; a model in tensor shards, expert shards or stages cannot be trained again.
+        The process group itself lives until the interpreter exits.
 
         An engine that is dropped without ``close`` closes when Python collects it; a thread finishes a pending
         checkpoint.

@@ -328,7 +328,7 @@ class NamedState:
         Args:
             include: DeepSpeed's names: "optim_states" (moments), "hp_params" (fp32 masters), "lp_params" (parameters,
                 or this rank's shards of them, also frozen ones), "lp_grads" (gradients, and rounding errors of
-                quantized gradients); None: all.
+                quantized gradients and pipeline messages); None: all.
             device: "cpu", the only supported device.
             pin_memory: page-lock the copies, for faster transfers.
             non_blocking: True: copies may still run when this returns.

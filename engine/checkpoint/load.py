@@ -209,7 +209,10 @@ class Loader:
     def read_moments(self, moments: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
         """Reads this rank's shards of optimizer moments into ``moments``: flat parameter -> moment name -> tensor.
 
-        Moments that were not saved do not change.
+        Moments that ``source`` lacks do not change, if ``strict`` is False or they are in ``left_out``.
+
+        Raises:
+            CheckpointError: ``source`` lacks another moment.
         """
         self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))
 

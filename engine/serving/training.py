@@ -115,7 +115,7 @@ class _Retained:
 
 
 class TenantTrainer:
-    """Trainer of one client's model on this rank, with the model's engine and the number of its updates.
+    """Trainer of one client's model on this rank, with the model's engine and its version (updates and loads).
 
     The trainer stores the log-probabilities of its last forward-only pass, with their autograd graphs. A
     ``forward_backward`` with the same data reuses them.

@@ -135,8 +135,9 @@ def linear_cross_entropy(
 def linear_terms(hidden_NH: Tensor, head: Head, question: Question, conditions: Conditions) -> LinearTerms:
     """Computes the softmax statistics of ``head.logits(hidden)`` chunk by chunk; the backward recomputes the logits.
 
-    With ``conditions.exchange``, it all-reduces one maximum and one sum; with ``conditions.known`` only the sum. The
-    backward does not communicate: the caller sums the gradient of ``hidden_NH`` over the ranks.
+    With ``conditions.exchange``, it all-reduces one maximum and one sum. With ``conditions.known``, it all-reduces only
+    the sum, or nothing if ``question`` is empty. The backward does not communicate: the caller sums the gradient of
+    ``hidden_NH`` over the ranks.
     """
     found: tuple[Any, ...] = _Terms.apply(hidden_NH, *head, question, conditions)  # type: ignore[no-untyped-call]
     return LinearTerms(*found)

@@ -422,9 +422,10 @@ class MatrixPiece:
         return torch.arange(self.lines.start, self.lines.stop, device=device) // self.shape[-2]
 
     def add_squares(self, squares_n: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Adds ``squares_n``, the squared gradients of this piece, to the row and column sums ``sums`` in place.
+        """Adds ``squares_n``, the squared gradients of this piece, to ``sums`` in place.
 
-        ``sums`` has the shapes of :func:`mean_shapes` for the whole tensor.
+        ``sums`` has names and shapes of :func:`mean_shapes` for the whole tensor: sums per row and per column, or per
+        element of a vector.
         """
         if SQUARES in sums:
             sums[SQUARES].view(-1)[self.start : self.stop] += squares_n

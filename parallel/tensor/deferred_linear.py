@@ -194,7 +194,7 @@ def fused_forward(module: nn.Module, x: Tensor, activation: Activation, kernels:
 
 
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
-    """Applies the activation fused into ``layer``, if there is one, to ``y``, the result of its matrix product."""
+    """Applies the activation fused into ``layer``, if there is one, to ``y``, the layer's output with bias."""
     kind: Activation | None = getattr(layer, "tensor_activation", None)
     return y if kind in (None, "none") else activate(y, None, kind, kernels)
 

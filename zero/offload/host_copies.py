@@ -93,8 +93,8 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """Makes the device's current stream wait for the gradient reductions passed to ``follow``, but not for the
-        copies of their results to the host. The host does not wait.
+        """Makes the device's current stream wait for the gradient reductions before the copies of ``follow``, but not
+        for the last copy. The host does not wait.
         """
         if self._reduced is not None:
             self._reduced.wait()

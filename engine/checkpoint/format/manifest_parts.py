@@ -105,8 +105,8 @@ def sharing(tensor: StoredTensor, want: Piece) -> Iterable[StoredPiece]:
 
 
 def fold(pieces: Iterable[StoredPiece], number: Mapping[str, int]) -> list[StoredRun]:
-    """Combines stored pieces of equal size into runs, if their file numbers are evenly spaced. Any other piece becomes
-    a run of one. ``number``: file name -> number.
+    """Combines consecutive stored pieces of equal size into runs, if their file numbers rise in equal steps. Any other
+    piece becomes a run of one. ``number``: file name -> number.
     """
     groups: dict[tuple[str, Part], list[StoredPiece]] = {}
     for stored in pieces:

@@ -200,9 +200,9 @@ class FutureRoutes:
             raise self.ended
 
     def end_waits(self) -> None:
-        """Answers "not done yet" to all requests that wait for results, before the server stops.
+        """Answers all requests that wait for results: with the refusal ``ended`` if it is set, else "not done yet".
 
-        Call it in the thread of the server's event loop.
+        Later requests then do not wait either. Call it in the thread of the server's event loop.
         """
         self.is_stopping.set()
         for one in self._news:

@@ -207,8 +207,8 @@ class OwnerExchange:
         """Starts the all-to-all that sends updated matrices back from their owners. The handle's result is a dict from
         matrix name to this rank's flat piece.
 
-        ``results``: each matrix that this rank owns -> its pieces for all ranks, in order of rank. ``blank``: empty
-        tensor with the dtype and device of the pieces.
+        ``results``: each matrix that this rank owns -> its pieces for all members of the route, in their order.
+        ``blank``: empty tensor with the dtype and device of the pieces.
         """
         places, mine = range(len(self._route.members)), self._route.owned(self._here)
         pending, received = self._swap([[results[name][place] for name in mine] for place in places], blank)
