@@ -77,7 +77,7 @@ def initialize(
     Args:
         model: a module, or a callable that builds one, equal on all ranks. DDP and torch.compile are unwrapped.
         config: a dict, the path of a JSON, TOML or YAML file, or a :class:`Config`.
-        loss_fn: ``(output, batch) -> loss`` (a mean, or (sum, weight)), or a torch loss. None: the model's loss.
+        loss_fn: ``(output, batch) -> loss``: a mean or (sum, weight), and metrics; or a torch loss. None: the model's.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
         optimizer: replaces the configured one: ``params -> torch.optim.Optimizer``, or one over the model's parameters.
@@ -88,8 +88,8 @@ def initialize(
         world: this rank's identity, for ranks that are threads (``run_thread_ranks``); None: read from the launcher.
 
     Raises:
-        ConfigError, GridError, PlanError: one sentence per problem, raised before communication. Two problems are
-            raised after it, on all ranks: ranks passed different arguments, or rank 0 found no tensor plan.
+        ConfigError, GridError, PlanError: one sentence per problem, raised before communication. Some problems are
+            raised after it, on all ranks, such as different arguments of ranks, or that rank 0 found no tensor plan.
     """
     resources = EngineResources()
     resources.add((words := FailureMessage()).close)

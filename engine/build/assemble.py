@@ -164,7 +164,7 @@ def build(
 ) -> RankRuntime:
     """Shards ``model`` and returns the objects that run steps. Collective over the world.
 
-    Raises PlanError on all ranks, before any change, if models or plans differ between ranks. ``example``: one
+    Raises PlanError on all ranks, before sharding, if models or plans differ between ranks. ``example``: one
     microbatch.
     """
     check_equal(model, plan, comm, device)

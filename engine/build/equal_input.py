@@ -43,7 +43,9 @@ def describe_input(model: nn.Module, config: Config, device: torch.device) -> di
 
 
 def describe_config(config: Config) -> dict[str, str]:
-    """Returns the full configuration as a flat dict, for a comparison between ranks: dotted path -> JSON text."""
+    """Returns the full configuration as a flat dict, for a comparison between ranks: "config " and the dotted path ->
+    JSON text.
+    """
     return {_CONFIG + key: value for key, value in _flat({"parallel": None} | config.to_json())}
 
 

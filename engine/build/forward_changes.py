@@ -53,8 +53,9 @@ def change_forwards(
 ) -> ForwardChanges:
     """Replaces forwards of ``model`` by the engine's kernels, and compiles its blocks if ``compile`` is on.
 
-    Returns the kernel choices and the modules with replaced forwards. ``patches`` records the changes; its ``remove``
-    undoes them. Nothing is communicated; all ranks make the same changes.
+    Returns the kernel choices and the replaced modules, with the output layers that :func:`make_heads_lazy` replaces
+    later. ``patches`` records the changes; its ``remove`` undoes them. Nothing is communicated; all ranks make the same
+    changes.
 
     Args:
         planned: kernel choices for a GPU that is absent; None: choices for ``device``.
@@ -88,7 +89,7 @@ def own_card(kernels: Kernels) -> str:
 
 
 def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None:
-    """Makes all ranks choose kernels by the type of rank 0's GPU. One broadcast.
+    """Makes all ranks choose kernels by the type of rank 0's GPU. Three all-reduces over the world.
 
     Does nothing on CPUs, or if ``kernels`` is not "auto".
 

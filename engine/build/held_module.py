@@ -90,8 +90,8 @@ def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: ForwardPatches) -> None:
-    """Makes ``load_state_dict`` and ``save_pretrained`` raise EngineError, until ``patches`` are removed, if these
-    methods would find only this rank's shards.
+    """Makes ``load_state_dict`` and ``save_pretrained`` raise EngineError, until ``patches`` are removed, if tensor,
+    pipeline or expert parallelism divides the parameters. ZeRO 3 refuses only ``save_pretrained``.
 
     Args:
         codes: True if frozen weights are stored quantized; both methods then raise too.

@@ -324,7 +324,7 @@ class CheckpointCoordinator:
         trial of a sweep ends (``ends_trial``). ``made``: the step updated the weights. All ranks pass the same values.
 
         Raises:
-            SystemExit: with ``stops``, after the save; status 143.
+            SystemExit: with ``stops``, after the save; status 143, or that of the previous handler's exit.
             CheckpointError: the last checkpoint before the end could not be written.
         """
         settings, run = self._config.checkpoint, self._run
@@ -353,7 +353,7 @@ class CheckpointCoordinator:
         """Waits for the pending save, then calls ``release``.
 
         Raises:
-            CheckpointError: the last save failed, and ``checkpoint.on_failure`` is "stop".
+            CheckpointError: a save failed, ``checkpoint.on_failure`` is "stop", and no step has raised the error.
         """
         if self._signal is not None:
             self._signal.remove()

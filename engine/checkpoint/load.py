@@ -319,7 +319,8 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
     """All-gathers weights over data ranks after each has loaded only its shard, at ZeRO 0 too.
 
     ZeRO 0 gathers fp32 masters, then rounds them into the parameters; without masters it gathers the parameters. ZeRO 1
-    and 2 round each shard first, then gather the parameters. ZeRO 3 gathers nothing.
+    and 2 round each shard first, then gather the parameters, or quantized masters if all-gathers are quantized. ZeRO 3
+    gathers nothing.
     """
     pending = []
     for flat in buckets:

@@ -232,6 +232,7 @@ class LocalTensors:
         """Yields this rank's parameters, in the dtype of the forward pass.
 
         ``copies``: False for only the elements that this rank updates (its ZeRO shard); True for all in its memory.
+        For parameters outside of flat buckets, both yield all.
         """
         for state in self.inventory.weights():
             yield from self._of(state, "param", copies)
@@ -255,7 +256,8 @@ class LocalTensors:
                 yield from self._of(state, "master")
 
     def state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[Held]:
-        """Yields optimizer moments, such as "exp_avg", of each parameter, in the parameter's shape.
+        """Yields this rank's elements of optimizer moments, such as "exp_avg". The full moments have the parameter's
+        shape.
 
         ``tensors``: the optimizer's state, as flat parameter -> moment name -> tensor.
         """

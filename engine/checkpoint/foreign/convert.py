@@ -33,11 +33,11 @@ def convert(folder: Path, out: Path, weights_only: bool = False) -> Path:
     inside ``out``.
 
     Args:
-        weights_only: True to leave out optimizer state. False raises for Megatron's torch format, which stores it
-            without parameter names.
+        weights_only: True to leave out optimizer state. False raises if the files do not name its parameters, as in
+            Megatron's torch format.
 
     Raises:
-        CheckpointError: ``folder`` has no checkpoint of a known engine, or is damaged; the disk is full.
+        CheckpointError: ``folder`` has no checkpoint of a known engine, or it cannot be read; the disk is full.
     """
     files = Files()
     given, target = resolved(folder), resolved(out)
