@@ -224,10 +224,11 @@ class Saver:
         return Path(verdict.text("folder"))
 
     def export(self, snapshot: Snapshot | Exception, folder: Path, shard_bytes: int | None = None) -> None:
-        """Writes the weights into ``folder`` in Hugging Face's format, replacing existing files. Collective over the
+        """Writes the weights into ``folder`` in Hugging Face's format, replacing the model there. Collective over the
         host group.
 
-        ``shard_bytes``: largest number of bytes in a file; rank 0 then writes all files. None: one file for each rank.
+        ``shard_bytes``: largest size of a file with several tensors, in bytes; rank 0 then writes all files. None: one
+        file for each rank.
 
         Raises:
             CheckpointError, EngineError: a rank has failed or cannot be reached; the folder is then unchanged.

@@ -35,7 +35,8 @@ def copy_weights(source: RunState, target: RunState) -> None:
     receive the values too. Other optimizer state does not change.
 
     Raises:
-        EngineError: the models differ, or the engines run on different ranks. All ranks raise, before communication.
+        EngineError: the models differ, frozen weights are quantized, or the engines run on different ranks. All ranks
+            raise, before communication.
     """
     _check(source, target)
     for flat in source.runtime.buckets:
@@ -169,8 +170,8 @@ def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
     is ignored. Collective over the world.
 
     Raises:
-        CheckpointError: a tensor has the wrong shape or is not floating-point; or, with ``strict``, a key is unknown or
-            missing. All ranks raise, before a weight is changed.
+        CheckpointError: a tensor has the wrong shape or dtype (floating-point dtypes may differ); or, with ``strict``,
+            a key is unknown or missing. All ranks raise, before a weight is changed.
     """
     told = from_first(lambda: json.dumps(_described(run, state)).encode(), run.comm, run.device)
     kinds, keys = {}, {}

@@ -153,7 +153,7 @@ class CheckpointWriter:
     def export(self, folder: Path, shard_bytes: int | None = None) -> None:
         """Writes a Hugging Face folder of the model and waits until it is complete.
 
-        ``shard_bytes``: largest size of a file in bytes; None: one file for each rank.
+        ``shard_bytes``: largest size of a file with several tensors, in bytes; None: one file for each rank.
 
         Raises:
             CheckpointError: frozen weights are quantized, so that their exact values are not available.

@@ -287,7 +287,7 @@ class Config:
         return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the config as a dict of JSON values, from which ``load_config`` makes an equal config."""
+        """Returns a dict of JSON values, from which ``load_config`` makes one that is equal except in ``notes``."""
         return dump_section(self)
 
 
@@ -304,7 +304,7 @@ def load_config(
 
     ``world_size``, the number of processes, determines all "auto" and missing sizes; None leaves them open.
     ``overrides`` are words such as ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``,
-    unknown top-level keys are only noted in ``Config.notes``, unless they resemble a known key.
+    unknown top-level keys are only noted in ``Config.notes``, unless they resemble a key of this or another engine.
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them by their JSON paths.

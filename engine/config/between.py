@@ -232,7 +232,7 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
 
 
 def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Adds a problem if ``integrity.rerun`` (each step runs twice) is set together with error feedback of gradients."""
+    """Adds a problem if ``integrity.rerun`` (some steps run twice) is set together with error feedback of gradients."""
     if integrity.rerun and zero.zero_gradient_error_feedback:
         problems.add(
             "integrity.rerun",

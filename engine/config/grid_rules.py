@@ -117,8 +117,8 @@ def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityC
 def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
     """Raises an error if the pipeline schedule or the tensor plan is invalid for every model.
 
-    ``microbatches`` is the number per step. If it is None, or the schedule or ``parallel.pipeline`` is "auto", the
-    schedule is not checked.
+    ``microbatches`` is the number per step. The schedule is not checked if ``microbatches`` is None,
+    ``parallel.pipeline`` is "auto", or several pipeline ranks have the schedule "auto".
 
     Raises:
         ConfigError, PlanError, ScheduleError: the errors of :func:`engine.initialize`.

@@ -68,7 +68,7 @@ class ServeSampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Settings of a training service: its ranks have the models, and its clients send data and compute losses."""
+    """Settings of a training service: its ranks have the models, and its clients send data and choose losses."""
 
     host: str = setting("127.0.0.1", Text(noun="an address"))
     """Address to serve; other hosts are served only with a token."""

@@ -24,8 +24,8 @@ class Packing:
     continues in the next row.
 
     A row has int64 tensors [length]. Its ``labels`` are the row's tokens "in place" or "shifted" to the next token, and
-    -100 at document borders and in padding. ``position_ids`` begin at 0 in every document. ``segment_ids`` number the
-    documents from 1, and are 0 in padding. Only an epoch's last row is padded.
+    -100 at document borders and in padding. ``position_ids`` begin at 0 in each part of a document. With ``segments``,
+    ``segment_ids`` number the row's documents from 1, and are 0 in padding. Only an epoch's last row is padded.
 
     Raises:
         EngineError: ``length`` is below 2, or the option ``labels`` is neither "in place" nor "shifted".

@@ -143,8 +143,8 @@ def loader(dataset: Any, eng: LoadingEngine, **options: Unpack[LoaderOptions]) -
     ``eng.register_for_checkpointing(data=iterator)`` saves the iterator's position with the checkpoints.
 
     Args:
-        dataset: a map-style or iterable dataset; a torch DataLoader; or the path of a token file, ``.npy`` or
-            Megatron's ``.bin`` and ``.idx``.
+        dataset: a map-style or iterable dataset; a torch DataLoader, from which dataset, workers, shuffling and collate
+            function are taken; or the path of a token file, ``.npy`` or Megatron's ``.bin`` and ``.idx``.
         eng: the engine that sets batch sizes, grid and seed.
         options: fields of :class:`engine.data.settings.LoaderSettings`, such as ``shuffle``, ``epochs`` and ``pack``.
 

@@ -133,8 +133,8 @@ class StepSource(Protocol):
 
 
 def step_source(dataset: Any, rows: StepRows, settings: LoaderSettings) -> StepSource:
-    """Returns the source of this rank's training steps: ``MappedSteps`` if samples can be looked up by position,
-    otherwise ``StreamedSteps``.
+    """Returns the source of this rank's training steps: ``MappedSteps`` if samples (with packing, rows) can be looked
+    up by position, otherwise ``StreamedSteps``.
 
     Args:
         rows: division of a step's rows among data ranks and microbatches.

@@ -209,9 +209,10 @@ class AskedSettings:
         return self._zero.offload_optimizer.device == "nvme"
 
     def zero_partial_offload(self) -> float | str:
-        """Returns the fraction, 0 to 1, of parameter elements with offloaded optimizer state, or "auto".
+        """Returns the value of ``offload_optimizer.ratio``: the fraction, 0 to 1, of parameter elements with optimizer
+        state offloaded (without offload 1, the default), or "auto".
 
-        "auto": the engine chooses the smallest fraction with which the GPU memory suffices.
+        "auto": the engine chooses the smallest fraction with which the state on the GPU fits into ``memory_limit``.
         """
         return self._zero.offload_optimizer.ratio
 

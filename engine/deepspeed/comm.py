@@ -30,7 +30,7 @@ def init_distributed(
             environment variable ``TRINE_TIMEOUT_SECONDS``.
         init_method: torch's rendezvous URL, in place of the launcher's.
         rank: rank of this process; -1: the launcher's value.
-        world_size: number of processes; -1: the launcher's value.
+        world_size: number of processes; ignored unless ``init_method`` or ``rank`` is passed. -1: the launcher's value.
 
     All other arguments have no effect.
     """

@@ -56,8 +56,8 @@ Notes = list[str]
 def rewritten(given: Mapping[str, Any], problems: Problems) -> tuple[dict[str, Any], Notes]:
     """Converts keys of older DeepSpeed versions and of ``accelerate config`` in ``given`` to DeepSpeed's current keys.
 
-    Returns the result, and a note for the user per conversion. The sections ``amp``, ``wandb`` and ``elasticity`` are
-    replaced by equivalent keys of DeepSpeed or Trine. Mistakes are added to ``problems``.
+    Returns the result, and notes for the user about most conversions. The sections ``amp``, ``wandb`` and
+    ``elasticity`` are replaced by equivalent keys of DeepSpeed or Trine. Mistakes are added to ``problems``.
     """
     raw, notes = dict(given), Notes()
     for form in _FORMS:

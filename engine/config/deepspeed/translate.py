@@ -19,7 +19,8 @@ def translate(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Translates DeepSpeed's keys in ``raw`` to Trine's. Returns the translated configuration, and notes for the user.
 
-    Unknown keys stay in the configuration. ``ours``: dotted paths of Trine's keys.
+    Unknown keys stay in the configuration, except in sections that only DeepSpeed has; there they become problems.
+    ``ours``: dotted paths of Trine's keys.
     """
     present, notes = rewritten(raw, problems)
     walk = _Walk(ours, problems)
