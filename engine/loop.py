@@ -202,12 +202,19 @@ class TrainingLoop:
 
         None restores the default: every ``gradient_accumulation_steps``-th call updates. An update averages the
         gradient over all microbatches since the last update.
+
+        With ``managed_gradient_accumulation: false``, every call updates by default, and the gradients' sum is divided
+        by ``gradient_accumulation_steps``.
         """
         self._refuse_pipeline("set_gradient_accumulation_boundary")
         self._parts.control.boundary = boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Returns True if ``step`` after the running microbatch will update the weights."""
+        """Returns True if ``step`` after the running microbatch will update the weights.
+
+        With ``managed_gradient_accumulation: false``, every ``step`` updates, but the result is False unless
+        ``set_gradient_accumulation_boundary(True)`` was called.
+        """
         self._refuse_pipeline("is_gradient_accumulation_boundary")
         if self._parts.control.boundary is not None:
             return self._parts.control.boundary

@@ -219,7 +219,7 @@ class Accelerator(SavedState):
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Returns a wrapper of ``scheduler`` that makes as many scheduler steps after an update as there are data
-        ranks.
+        ranks; only one with accelerate's ``split_batches=True``.
         """
         if isinstance(scheduler, AcceleratedScheduler):
             return super().prepare_scheduler(scheduler)

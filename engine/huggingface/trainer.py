@@ -229,8 +229,8 @@ class Trainer(TrlLoop):
 
     Without a pipeline, a subclass may add a TRL trainer: ``class Tuner(Trainer, trl.GRPOTrainer)``.
 
-    With a pipeline, the callback ``on_pre_optimizer_step`` is called after the update. If a subclass overrides
-    ``compute_loss`` or ``training_step``, the pipeline runs one microbatch at a time.
+    With a pipeline, the callback ``on_pre_optimizer_step`` is called after the update, unless a subclass overrides
+    ``compute_loss`` or ``training_step``; the pipeline then runs one microbatch at a time.
 
     Args:
         engine_config: grid of ranks, ZeRO and other settings, as a dict or the path of a file.
@@ -411,7 +411,8 @@ class Trainer(TrlLoop):
         """Writes the full model, as ``from_pretrained`` reads it, and the Trainer's tokenizer or processor into
         ``output_dir``. Collective.
 
-        If ``TrainingArguments.push_to_hub`` is set, also pushes the model to the hub.
+        Writes only the adapters of a ``PeftModel``, and only the state dict of a model that is not of transformers. If
+        ``TrainingArguments.push_to_hub`` is set, also pushes the model to the hub.
         """
         if self.accelerator.hosted is None:
             super().save_model(output_dir, _internal_call)

@@ -67,7 +67,7 @@ class DataCopies:
         All-gathers the full digests of these tensors.
 
         Args:
-            update: number of updates at the last check without a finding; each report stores it.
+            update: number of updates at the check before this one; each report stores it.
         """
         return [finding for each in self._compared for finding in each.findings(update, self.device)]
 
@@ -140,7 +140,7 @@ class ReplicaCopies:
         get the same reports.
 
         Args:
-            update: number of updates at the last check without a finding; each report stores it.
+            update: number of updates at the check before this one; each report stores it.
         """
         found, peers, table = [], self._comm.grid.peers("replica"), self._found.tolist()
         for column, row in enumerate(self._rows if self._found.numel() else ()):

@@ -121,7 +121,8 @@ def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
 def one_cycle_momentum(update: int, p: Mapping[str, Any]) -> float:
     """Returns the momentum (beta1) of update number ``update``, from 0, in DeepSpeed's OneCycle.
 
-    It falls from ``cycle_max_mom`` to ``cycle_min_mom``, then rises back.
+    After a first update with ``cycle_min_mom``, it falls from ``cycle_max_mom`` to ``cycle_min_mom``, rises back, then
+    grows if ``decay_mom_rate`` and ``decay_step_size`` are set.
 
     Args:
         p: params of the schedule, by DeepSpeed's names.
@@ -240,7 +241,7 @@ class LearningRate:
     def prepare(self, update: int) -> None:
         """Sets the learning rates and momenta of all parameter groups for update number ``update``, from 0.
 
-        Without a configured schedule, or with a torch scheduler, rates are unchanged.
+        Without a schedule, or with a torch scheduler, rates are unchanged.
         """
         self._tell_end(update)
         for index, (group, base) in enumerate(zip(self.optimizer.param_groups, self.base, strict=True)):

@@ -67,8 +67,9 @@ def read_optimizer(
 def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, notes: Iterable[str]) -> Config:
     """Returns ``config`` for a run with the user's own optimizer or schedule, with notes that the banner prints.
 
-    If ``optimizer`` is given, type and params of the configured optimizer have no effect, and a note says this. If
-    ``lr_scheduler`` is given, the configured scheduler is removed, with a note too. ``notes`` are added as well.
+    If ``optimizer`` is given, type and params of the configured optimizer have no effect, and a note says this if the
+    configuration sets them. If ``lr_scheduler`` is given, a configured scheduler is removed, with a note too. ``notes``
+    are added as well.
 
     Args:
         optimizer: the user's optimizer, or None.

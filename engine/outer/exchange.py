@@ -159,8 +159,8 @@ class StoreExchange:
         return result
 
     def close(self, leave: bool) -> None:
-        """Stops renewing the lease of this training site. With ``leave``, also waits up to 5 seconds for unsent
-        pushes, and removes the site from the stores.
+        """Stops renewing the lease of this training site. With ``leave``, and if the stores answer, also waits up to 5
+        seconds for unsent pushes, and removes the site from the stores.
         """
         self._ended.set()
         leave = leave and not self._link.outage

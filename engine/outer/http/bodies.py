@@ -229,7 +229,7 @@ class Uploads:
         self.finished[key.place] = key, whole, result
 
     def drop(self, key: BodyKey) -> None:
-        """Removes the incomplete upload for the site's run, rank and fragment in ``key``, if there is one."""
+        """Removes the unfinished upload for the site's run, rank and fragment in ``key``, also if it has all bytes."""
         self.under_way.pop(key.place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
@@ -238,7 +238,7 @@ class Uploads:
         self.finished = {place: one for place, one in self.finished.items() if place[0] in lives}
 
     def expire(self, now: float) -> None:
-        """Removes incomplete uploads of which no range has arrived in the ten minutes before ``now`` (seconds)."""
+        """Removes unfinished uploads of which no range has arrived in the ten minutes before ``now`` (seconds)."""
         for place in [place for place, one in self.under_way.items() if now - one.used > _IDLE_SECONDS]:
             del self.under_way[place]
 

@@ -139,7 +139,7 @@ class HttpLink:
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
         """Sends ``body``, this rank's encoded values of a push, to the store of the fragment in ``meta.key``.
 
-        Returns the state of the push once ``body`` is on the store's disk.
+        Returns the state of the push once the store has stored ``body``, on disk if the store has a folder.
 
         Args:
             meta: description of the push, equal on all ranks of the site.
