@@ -221,7 +221,7 @@ class StoreLink(Protocol):
         """
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
-        """Stores ``rank``'s part of a push durably, and returns the state of the push.
+        """Stores ``rank``'s part of a push, on disk if the store has a folder; returns the state of the push.
 
         Args:
             meta: description of the push, equal on all ranks of the site.

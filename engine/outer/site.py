@@ -97,7 +97,7 @@ OpenLink = Callable[[OuterConfig, Sequence[Fragment]], StoreLink]
 
 
 class OuterLoop(StepPart):
-    """Exchange of gradients or weights with other training sites, through stores, in each training step.
+    """Part of the training step that exchanges gradients or weights with other training sites, through stores.
 
     Args:
         weights: converter of this rank's weights and gradients to messages, and back.

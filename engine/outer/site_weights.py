@@ -29,7 +29,8 @@ ANCHOR, FEEDBACK = "outer_anchor", "outer_feedback"
 class Anchors:
     """Reference values (anchors) of the weights that this rank updates, fp32 in host memory.
 
-    An anchor is the weight after the last exchange with the store. A site pushes anchor minus weight.
+    An anchor is the weight at the site's last push or, if a merged value was taken over later, this merged value. A
+    site pushes anchor minus weight.
 
     Args:
         buckets: flat buckets of the weights; each is one tensor for many parameters.
@@ -131,10 +132,10 @@ class SiteWeights:
 
     @torch.no_grad()
     def differences(self, fragment: int) -> Tensor:
-        """Returns anchor (weight after the last exchange) minus weight for this rank's elements of ``fragment``,
+        """Returns anchor (see :class:`Anchors`) minus weight for the elements of ``fragment`` that this rank pushes,
         encoded, uint8 [bytes].
 
-        Then sets the anchors of the fragment to the current weights.
+        Then sets this rank's anchors of the fragment to the current weights.
         """
         for flat in self.local.buckets(fragment):
             sync_masters(flat)
@@ -155,8 +156,8 @@ class SiteWeights:
 
         Args:
             alone: True: the new weights are ``body``. False: they are body + (weight - anchor) if ``outer.mixing`` is
-                None, else m * weight + (1 - m) * body, where m is ``outer.mixing``. The anchor is the weight after the
-                last exchange.
+                None, else m * weight + (1 - m) * body, where m is ``outer.mixing``; for the anchor, see
+                :class:`Anchors`.
         """
         mixing = self._outer.mixing
         for flat in self.local.buckets(fragment):

@@ -470,7 +470,7 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
 
 
 def frozen_bytes(row: ShardRow, holder: ShardHolder, precision: Precision) -> int:
-    """Returns the bytes of the frozen parameter ``row`` on the rank at grid position ``holder``."""
+    """Returns the bytes of the frozen parameter ``row``, which is in no bucket, on the rank at position ``holder``."""
     quantized = row.quantized_shape(holder)
     if quantized is not None:
         return quantized.bytes

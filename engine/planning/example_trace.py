@@ -60,8 +60,8 @@ class SharedSequences:
     def trace(self, stages: int, watch: CollectiveRecorder | None) -> ModelTrace:
         """Returns the trace of one training microbatch (forward and loss) for ``stages`` pipeline stages.
 
-        If a module turns out to need more of a sequence than this rank's part, provides it and traces again. ``watch``:
-        recorder of tensor- and context-parallel traffic, or None.
+        Traces again, with a changed plan of the sequences, until a trace needs no further change; for example, a module
+        may need full sequences. ``watch``: recorder of tensor- and context-parallel traffic, or None.
         """
         while True:
             patches, needs = ForwardPatches(), None

@@ -88,7 +88,9 @@ class ExpertPlan:
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """Names of the MoE modules' parameters with gradients that must be summed over tensor ranks."""
+        """Names of parameters of modules that stack experts. Each tensor rank has a part of their gradient: from some
+        token rows, or for a part of the experts' width.
+        """
         common = (f"{each.name}.{own}" for each in self.routed for own in each.common)
         return (*(name for each in self.routed for name in each.parameters), *common)
 

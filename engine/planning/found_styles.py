@@ -97,7 +97,7 @@ class StylesCache:
     def of_environment(cls) -> "StylesCache | None":
         """Returns the cache in the folder $TRINE_CACHE, or in ``~/.cache/trine``.
 
-        Returns None if TRINE_CACHE is 0, or if the user has no home folder.
+        Returns None if TRINE_CACHE is 0, or if the path needs a home folder and the user has none.
         """
         given = os.environ.get("TRINE_CACHE", "")
         if given == "0":

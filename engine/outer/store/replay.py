@@ -96,7 +96,8 @@ def _versions(state: StoreState) -> tuple[int, ...]:
 def recover(journal: Journal, state: StoreState, settings: Mapping[str, Any]) -> None:
     """Restores ``state`` from the journal's newest snapshot and all events after it.
 
-    Removes an incomplete last line of the journal, and stored pushes that are no longer needed.
+    Removes an incomplete last line of the journal and, unless the store retains all pushes (``keep``), the pushes that
+    are no longer needed.
 
     Args:
         settings: settings that all sites and the store share, as JSON values.

@@ -147,7 +147,7 @@ class SharedWeights:
         self._values = None
 
     def status(self) -> StoreStatus:
-        """Returns a status with the version of the weights, and the bytes that this rank has pushed and pulled."""
+        """Returns a status with this rank's pushed and pulled bytes; the version is the count of this site's pushes."""
         return StoreStatus((self._merged + 1,), received_bytes=self._moved[0], sent_bytes=self._moved[1])
 
     def _pushed(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

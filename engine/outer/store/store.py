@@ -109,7 +109,7 @@ class Store:
     # ------------------------------------------------------------------ members
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """Starts a new run (life) of a site, and ends its earlier run; complete pushes of the earlier run are merged.
+        """Starts a new run (life) of a site, and ends its earlier run; that run's complete pushes wait for a merge.
 
         Raises:
             StoreRefusedError: the site's settings or model differ from the store's.

@@ -31,7 +31,7 @@ def tensor_groups_cross(tp: int, node: int) -> bool:
 
 def placement_picture(grid: Grid, node: int) -> str:
     """Returns a text table with one line per node of ``node`` GPUs: the node's ranks, and the ranks' coordinates on pp,
-    dp, cp and tp.
+    dp, cp (left out with one context rank) and tp.
     """
     lines = list(_lines(grid, node))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]

@@ -128,8 +128,8 @@ def _rank(one: LayoutEstimate) -> tuple[float, float]:
 
 
 def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | None:
-    """Returns the estimate in ``result`` for the layout that differs from ``layout`` in the fewest settings. If several
-    differ equally, returns the fastest; if ``result`` has no estimates, None.
+    """Returns the estimate in ``result.ranked`` for the layout that differs from ``layout`` in the fewest settings. If
+    several differ equally, returns the fastest; if no layout fits in memory, None.
     """
     return min(result.ranked, key=lambda one: (len(changes(layout, one.layout)), one.seconds.total), default=None)
 
