@@ -151,7 +151,7 @@ class Engine(TrainingLoop, NamedState):
     @property
     def outer(self) -> OuterState | None:
         """Counters of the exchange of updates with other training jobs, such as merges and bytes sent; None without
-        ``"outer"`` in the configuration, or before the first batch.
+        ``"outer"`` in the configuration, or before the model is sharded.
         """
         built = self._parts.built
         part = built.parts.find(OuterLoop) if built is not None else None
@@ -294,7 +294,8 @@ class Engine(TrainingLoop, NamedState):
         Args:
             inputs: token ids of this data rank's prompts [rows, tokens]; rows and tokens may differ between data ranks.
                 With ``sampling``, a list of lists also works.
-            sampling: options of all rows, or of each row. None: Hugging Face's ``generate`` (beams, stopping criteria).
+            sampling: options of all rows, or of each row; works with any causal model. None: Hugging Face's
+                ``generate`` (beams, stopping criteria).
             options: without ``sampling``, options of ``generate``, such as ``max_new_tokens``; with it,
                 ``attention_mask`` only.
 
@@ -326,7 +327,8 @@ class Engine(TrainingLoop, NamedState):
     def generate_requests(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Returns the completions of each request of this data rank, in order. Collective.
 
-        All requests run as one batch, each with its own options. Communicates as :meth:`generate` with ``sampling``.
+        All requests run as one batch, each with its own options; other requests change a completion only by rounding.
+        Communicates as :meth:`generate` with ``sampling``.
 
         Raises:
             EngineError: there is no request, a prompt is empty, or an accumulation is unfinished.

@@ -106,7 +106,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
 
         Raises:
             EngineError: there are no training data; or progressive layer drop or curriculum learning adds keyword
-                arguments to forward, which this method cannot pass; call ``model_engine(...)``.
+                arguments to forward, which this method cannot pass; call ``model_engine(...)``. A curriculum with a
+                ``PipelineModule`` does not raise, and has no effect here.
         """
         self._scheduled.refuse_whole_steps()
         report = self.engine.train_batch(self._given(data_iter))
@@ -290,13 +291,13 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Loads the checkpoint ``load_dir/tag``, saved by this engine or by DeepSpeed. Collective.
 
-        ``tag=None``: the tag in the file ``load_dir/latest``. Without ``load_module_strict``, parameters that the
-        checkpoint lacks are unchanged; with it, they raise an error. ``load_module_only`` loads only weights and
-        buffers.
+        ``tag=None``: the tag in the file ``latest`` or ``latest_universal`` of ``load_dir``. Without
+        ``load_module_strict``, parameters that the checkpoint lacks are unchanged; with it, they raise an error.
+        ``load_module_only`` loads only weights and buffers.
 
         Returns:
             (folder of the checkpoint, ``client_state`` of ``save_checkpoint``), or (None, None) if ``tag`` is None and
-                ``load_dir/latest`` is missing.
+                both files are missing.
 
         Raises:
             EngineError: ``custom_load_fn`` is passed.

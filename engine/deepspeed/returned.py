@@ -159,7 +159,7 @@ def returned_schedule(engine: Engine, given: Any) -> Any:
 
 def configured_schedule(config: Config, given: Any) -> Any:
     """Returns the argument ``lr_scheduler`` for ``engine.initialize``: the user's schedule ``given`` or, if None, a
-    function that makes the DeepSpeed schedule of ``config``.
+    function that makes the DeepSpeed schedule of ``config``; None if ``config`` has no schedule of DeepSpeed.
     """
     section = config.scheduler
     if given is not None or section is None or section.type not in SCHEDULES:

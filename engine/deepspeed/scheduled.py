@@ -56,6 +56,8 @@ class Scheduled:
     def refuse_whole_steps(self) -> None:
         """Raises if the configuration adds keyword arguments to forward, because ``train_batch`` cannot pass them.
 
+        Does nothing for a ``PipelineModule``.
+
         Raises:
             EngineError: the configuration adds these keyword arguments.
         """

@@ -47,8 +47,8 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:  # fmt: skip
     """Shards ``model`` over the ranks; returns (engine, optimizer, loader of ``training_data``, scheduler). Collective.
 
-    Weights are broadcast from rank 0. Without an optimizer, the engine only evaluates. Trainable parameters outside
-    both ``model_parameters`` and ``optimizer`` are not updated. ``args``: the script's parsed arguments. Its
+    Weights are broadcast from rank 0. Without an optimizer, the engine only evaluates. If ``optimizer`` or else
+    ``model_parameters`` is passed, parameters outside it are not updated. ``args``: the script's parsed arguments. Its
     ``deepspeed_config`` may name the configuration; attributes such as ``learning_rate`` replace values "auto".
 
     Raises:

@@ -161,7 +161,7 @@ class EqualRanksBackend(RecordingBackend):
 
 class DryRunTransport:
     """Transport of pipeline messages in a dry run of one rank. Messages between two stages of this rank are delivered;
-    ``receive`` returns a FakeTensor for a message from another rank.
+    a message from another rank is received as a FakeTensor.
 
     A receive buffer counts as live bytes (bytes of existing tensors) only if a tensor still refers to it when
     ``recycle`` is called to free it.
@@ -248,7 +248,8 @@ FIRST, SECOND, MIDDLE, LAST = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunStep:
-    """Live bytes (bytes of all existing tensors) during each pipeline action in a training step of one rank.
+    """Live bytes (bytes of tensors that steps have allocated) during each pipeline action in a training step of one
+    rank.
 
     The step follows a warm-up step.
     """

@@ -23,8 +23,8 @@ from engine.program.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankForecast:
-    """Memory forecast of a rank: the peak, in a training step, of live bytes (bytes of tensors that the step
-    allocates).
+    """Memory forecast of a rank: the peak, in a training step, of live bytes (bytes of tensors that steps have
+    allocated).
 
     Parameters, gradients and optimizer state that persist between steps do not count.
     """

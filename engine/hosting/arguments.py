@@ -397,7 +397,7 @@ def refuse_trl_grid(kind: str, args: Any, config: Config) -> None:
 
     Raises:
         ConfigError: the trainer does not support the pipeline, the tensor ranks or the sharded parameters of
-            ``config``.
+            ``config``; or ``use_vllm`` is set, and trainer, arguments or ``config`` do not fit it.
     """
     if config.pp > 1:
         raise ConfigError(

@@ -134,7 +134,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Args:
             tensor: a tensor, or a nested structure of tensors.
-            reduction: "sum", "mean", "max" or "none".
+            reduction: "sum", "mean" or "max"; "none": the sum over all ranks of the world.
             scale: has no effect.
         """
         reduced, copies = super().reduce(tensor, reduction, scale), self.grid.size("replica")

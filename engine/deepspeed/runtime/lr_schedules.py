@@ -119,7 +119,11 @@ class OneCycle(_Scheduled):
             self._show()
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Returns the pair of betas of each parameter group for the next update; None without ``cycle_momentum``."""
+        """Returns the pair of betas of each parameter group for the next update; None without ``cycle_momentum``.
+
+        Before the first update, the first beta in the result is ``cycle_max_mom``, as in DeepSpeed, but the update uses
+        ``cycle_min_mom``.
+        """
         if not self.cycle_momentum:
             return None
         return self._betas() if self.last_epoch else [(own["cycle_max_mom"], 0.99) for own in self._by_group]

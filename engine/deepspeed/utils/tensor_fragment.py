@@ -157,13 +157,15 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Returns a copy of this rank's 1-D shard of the fp32 weight of ``param``; None if ``param`` is frozen."""
+    """Returns a copy of this rank's 1-D shard of the fp32 weight of ``param``; None if ``param`` is frozen.
+    Collective.
+    """
     return _tensor(param, "safe_get_local_fp32_param", Engine.masters, True)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Sets this rank's 1-D shard of the fp32 weight of ``param`` to ``value``, which must have as many elements as the
-    shard.
+    shard. Collective.
 
     Raises:
         EngineError: ``param`` is frozen, or no engine trains it.
@@ -172,7 +174,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """Returns a copy of this rank's 1-D shard of the gradient of ``param``; None if ``param`` is frozen.
+    """Returns a copy of this rank's 1-D shard of the gradient of ``param``; None if ``param`` is frozen. Collective.
 
     Call it after ``backward`` and before ``step``.
     """
@@ -181,7 +183,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Sets this rank's 1-D shard of the gradient of ``param`` to ``value``, which must have as many elements as the
-    shard.
+    shard. Collective.
 
     Call it after ``backward`` and before ``step``.
 
@@ -193,7 +195,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Returns a copy of this rank's 1-D shard of the optimizer state ``optim_state_key``, such as "exp_avg", of
-    ``param``.
+    ``param``. Collective.
 
     Returns None if ``param`` is frozen.
     """
@@ -202,7 +204,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Sets this rank's 1-D shard of the optimizer state ``optim_state_key``, such as "exp_avg", of ``param`` to
-    ``value``.
+    ``value``. Collective.
 
     Raises:
         EngineError: ``param`` is frozen, or the optimizer has no state of this name or has not made a step.

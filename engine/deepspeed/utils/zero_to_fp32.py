@@ -33,7 +33,8 @@ if __name__ == "__main__":
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """Returns the full parameters and buffers of the checkpoint ``checkpoint_dir/tag`` by name, in fp32.
+    """Returns the full parameters and buffers of the checkpoint ``checkpoint_dir/tag`` by name; floating-point ones in
+    fp32.
 
     ``tag=None``: the checkpoint that the file ``checkpoint_dir/latest`` names. ``lazy_mode`` has no effect.
 
@@ -60,7 +61,8 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, 
     """Moves ``model`` to the CPU, loads the fp32 weights of the checkpoint ``checkpoint_dir/tag`` into it, and returns
     it.
 
-    ``model`` must not be sharded. ``tag=None``: the checkpoint that the file ``checkpoint_dir/latest`` names.
+    ``model`` must not be sharded; parameters that the checkpoint lacks do not change. ``tag=None``: the checkpoint that
+    the file ``checkpoint_dir/latest`` names.
     """
     model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
