@@ -39,8 +39,8 @@ def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
 
 
 def smallest_ratio(layouts: Iterable[FlatLayout], fits: Callable[[float], bool]) -> float | None:
-    """Returns the smallest ``offload_optimizer.ratio`` for which ``fits`` returns True, or None. ``fits`` must be
-    monotonic.
+    """Returns the smallest ``offload_optimizer.ratio`` for which ``fits`` returns True, or None. ``fits`` must
+    stay True as the ratio grows.
     """
     ratios = possible_ratios(layouts)
     first = bisect_left(ratios, True, key=fits)

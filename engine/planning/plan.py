@@ -139,8 +139,8 @@ class Plan:
         return hosted_buckets(self.layout(coord), self.config, self.precision)
 
     def owner_of_buffer(self, name: str) -> int:
-        """Returns the pipeline rank that updates the module buffer ``name`` in a forward, and so has its current value;
-        0 without a pipeline.
+        """Returns the pipeline rank of the last stage that uses or writes the module buffer ``name``, and so has its
+        current value after a forward; 0 without a pipeline.
         """
         if self.partition is None or self.trace is None:
             return 0

@@ -113,7 +113,7 @@ class SearchedProgram:
     def trace(self, length: int) -> "tuple[_Followed, str]":
         """Returns (trace of the example cut to ``length`` tokens, "").
 
-        If the model cannot run the cut example, returns (trace of the full example, the reason).
+        If that is not possible, returns (trace of the full example, the reason), or "" if nothing can be cut.
         """
         few = self.program.rows.take_rows(self.example, 0, ROWS)
         found, refused = self._tried(few, length)
@@ -129,7 +129,7 @@ class SearchedProgram:
     def material_of_shorter(self, followed: "_Followed", tp: int) -> tuple[Material | None, str]:
         """Traces the model again, on half the tokens of the example in ``followed``, a multiple of ``tp`` tokens.
 
-        Returns (arguments of all module calls, ""), or (None, reason) if the model cannot run on fewer tokens.
+        Returns (arguments of all module calls, ""), or (None, reason); the reason is "" if there are no tokens.
         """
         lengths = [t.shape[1] for _, t in named_tensors(followed.example) if t.ndim >= 2 and not t.is_floating_point()]
         if not lengths:
@@ -159,7 +159,7 @@ class SearchedProgram:
 
 
 def blocks_with_shared_layers(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
-    """Returns the names of blocks that cannot be sharded independently, since they share layers or parameters."""
+    """Returns the names of blocks that share a layer with another block, or a parameter with such a block."""
     modules = {name: model.get_submodule(name) for name in blocks}
     holders: dict[int, set[int]] = {}
     for block in modules.values():
@@ -186,7 +186,7 @@ class _InTheOpen:
 
 @contextmanager
 def search_conditions(model: nn.Module) -> Iterator[None]:
-    """Opens a context with a fixed random seed; its end restores the random states and the weights of ``model``."""
+    """Opens a context with a fixed random seed; its end restores random states, buffers and module attributes."""
     # a backward runs what it recomputes outside the arithmetic of a proof
     with (
         restoring_state(model, torch.device("cpu")),

@@ -75,7 +75,7 @@ class Precision:
 
         Args:
             whole: True for a forward of the full model, False for a part of it. If the first full forward needs no
-                casts of operands, later forwards make none.
+                casts of operands, later forwards with the same grad mode make none.
         """
         if self.operands is not None:
             return self.operands.forward(whole)

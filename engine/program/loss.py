@@ -214,8 +214,8 @@ class RowGather:
         backward    gradients [N*b, ...] of each rank -> sum for its own rows [b, ...]  reduce-scatter over dp
 
     Before :meth:`open`, it communicates nothing and returns tensors that only have the right shape, for planning.
-    Parameters get the gradient of the mean of all ranks' losses, so that a loss of the whole batch that every rank
-    computes counts once.
+    Parameters get the gradient of the mean of all ranks' losses (weighted for losses (sum, weight)), so that a loss of
+    the whole batch that every rank computes counts once.
     """
 
     def __init__(self, ranks: int = 1, uneven: bool = False) -> None:

@@ -162,8 +162,8 @@ class RouterReplay:
         """Checks the entry ``routed_experts`` of ``batch``, if there is one; synchronizes with the device.
 
         Raises:
-            EngineError: the entry has a wrong shape or number of layers, an invalid expert index, or an expert twice
-                for one token.
+            EngineError: the entry has a wrong shape or number of layers, an invalid expert index, an expert twice for
+                one token, or -1 for only some experts of a token.
         """
         entry = _entry_of(batch)
         if entry is None:

@@ -102,8 +102,8 @@ class StepReport:
         return {name: _finite(value) for name, value in values.items()} | further
 
     def numbers(self) -> dict[str, float]:
-        """Returns the report's finite numbers by chart name, such as ``train/loss``, ``metrics/NAME`` or
-        ``experts/LAYER``.
+        """Returns the report's finite numbers except ``step`` by chart name, such as ``train/loss``,
+        ``metrics/NAME`` or ``experts/LAYER``.
         """
         found = {
             name: value for name, value in self.flat().items() if isinstance(value, int | float) and name != "step"
@@ -186,7 +186,7 @@ def line_parts(report: StepReport) -> list[str]:
 def trouble(report: StepReport) -> str:
     """Returns the progress line's text about a skipped step; "" for other steps.
 
-    It names the value that was not finite, such as "the loss", and the ranks with such a value.
+    It names the value that was not finite, such as "the loss", and, if known, the ranks with such a value.
     """
     where = f" on rank {', '.join(map(str, report.nonfinite_ranks))}" if report.nonfinite_ranks else ""
     return f"SKIPPED: {report.nonfinite} not finite{where}" if report.skipped else ""

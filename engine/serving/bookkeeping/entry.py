@@ -48,7 +48,7 @@ class EntryState(Enum):
 
 @dataclass(eq=False, slots=True)
 class FutureEntry:
-    """Accepted command of a client and, once the command has ended, its result. ``key`` identifies the entry."""
+    """Command of a client or of the service itself and, once it has ended, its result. ``key`` identifies the entry."""
 
     key: str
     session: str

@@ -108,7 +108,7 @@ class Ledger:
 
         Raises:
             RequestRefusedError: 400 (an entry's ``key`` belongs to another request), 404 (no such session or model),
-                410 (answered long ago) or 429 (the queue or the memory for results is full).
+                410 (answered long ago; forward dropped) or 429 (the queue or the memory for results is full).
         """
         with self._lock:
             session = self.session(entries[0].session)
@@ -132,7 +132,7 @@ class Ledger:
         return entries[-1]
 
     def enter(self, session: ClientSession, entry: FutureEntry) -> None:
-        """Adds ``entry`` to ``session``, and, if the entry concerns a model, to the model's sequence of commands."""
+        """Adds ``entry`` to ``session``, and to the command sequence of model ``entry.line``, unless that is None."""
         session.entries[entry.key] = entry
         if entry.command is not None:
             session.open[entry.key] = entry
