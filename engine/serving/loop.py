@@ -48,7 +48,7 @@ class CommandLoop:
     Args:
         host: group that sends bytes between all ranks through CPU memory, also from machine to machine.
         run: callback that runs a command on this rank and returns its result.
-        spoil: callback for a command that succeeded on some ranks only; called on all ranks.
+        spoil: callback for a command that failed on some ranks only, or with different errors; called on all ranks.
         source: source of commands on rank 0; None on other ranks.
         beat: callback for a watchdog, called before each command and once a second when idle.
         retained: callback that returns the bytes of autograd graphs stored on this rank for later backwards.

@@ -20,7 +20,7 @@ def sample(engine: Engine, command: SampleTokens) -> SampledOutput:
     All ranks of the engine call it. For each new token, they run a forward, and exchange 8 bytes for each sequence.
 
     Raises:
-        ServedError: the prompt is empty or has a token outside the vocabulary.
+        ServedError: the prompt is empty.
     """
     tokens = command.prompt.tolist()
     if not tokens:

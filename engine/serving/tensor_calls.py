@@ -89,7 +89,8 @@ class TensorCalls:
         graph. All ranks of the grid call it.
 
         Raises:
-            ServedError: the tensors or outputs have no rows, or the model fails on the tensors.
+            ServedError: the model fails on the tensors, or several data ranks cannot divide the rows of the tensors or
+                join the rows of the outputs.
         """
         engine = trainer.engine
         given = {name: client_tensor(value, engine.device) for name, value in command.tensors.items()}

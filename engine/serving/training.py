@@ -141,7 +141,8 @@ class TenantTrainer:
         call it; they all-reduce the log-probabilities over the data-parallel ranks, and gather the metrics.
 
         Raises:
-            ServedError: the data do not fit the loss. All ranks raise it, before any forward.
+            ServedError: the data do not fit the loss. For a built-in loss, all ranks raise it before any forward; a
+                custom loss may fail after the forward of a datum, on the ranks with this datum only.
         """
         data = [_prepare(datum, self.engine.device) for datum in command.data]
         for one in data:
@@ -191,7 +192,7 @@ class TenantTrainer:
     def complete_gradient(self) -> None:
         """Accumulates a zero gradient, by a pass over filler tokens, if none was accumulated since the last update.
 
-        The next update then moves the weights by AdamW's moments alone. All ranks of the grid call it.
+        The next update then moves the weights by AdamW's moments and weight decay. All ranks of the grid call it.
 
         Raises:
             ServedError: the model takes no token ids.

@@ -34,7 +34,7 @@ def take_batch(
     model).
 
     Returns (microbatches, problem, changed). The problem is the error of ``take`` or of the check, or None. ``changed``
-    is True if ``moved`` is True on any rank of the replica.
+    is True if ``moved`` is True on any rank of the replica; False after a problem, or with one rank.
 
     ``moved``: True if attributes of this rank's model have changed since the last comparison of forward traces between
     ranks.

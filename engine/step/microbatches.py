@@ -119,7 +119,8 @@ class MicrobatchRunner:
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
         """Runs the forward of one stage on one microbatch; returns the tensors to send to other stages.
 
-        The last stage adds loss, loss weight and tokens to the step's sums, and in training returns the scaled loss.
+        The last stage adds loss, loss weight and tokens to the step's sums, and in training returns the scaled loss; in
+        a step of the kind "predict" it does neither.
         ``received``: tensors from other stages, by their number in the trace.
         """
         if self._lacks(microbatch):

@@ -154,7 +154,7 @@ class StatesOnHost(StepPart):
 
     @property
     def hides(self) -> bool:
-        """True if weights or optimizer state are in host memory."""
+        """True if ``offload_states`` has moved weights, gradients or optimizer state to host memory."""
         return bool(self.states.kinds)
 
     def changing(self) -> AbstractContextManager[None]:

@@ -225,8 +225,8 @@ class StepTotals(NamedTuple, Generic[Scalar]):
 
         ``squared_norm``: this rank's share of the squared gradient norm. ``speaks``: True if this rank adds the loss,
         loss weight and tokens; one rank of each data coordinate does. ``stops``: this rank's ``RunControl.stops``.
-        ``unused``: number of parameters that gained or lost their gradient since the previous step. ``metrics``: number
-        of configured metrics.
+        ``unused``: number of this rank's parameters that have a gradient in this step but had none on any rank in the
+        previous one, or the reverse. ``metrics``: number of configured metrics.
         """
         share = StepTotals[Tensor | float](
             loss=step.loss if speaks else 0.0,

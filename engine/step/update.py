@@ -61,8 +61,8 @@ class UpdateOutcome:
 class Condition:
     """Conditions under which the device itself decides to make an update.
 
-    No rank may have failed, the sum of loss weights must not be 0, and the same parameters as in the previous step must
-    have gradients.
+    No rank may have failed, the sum of loss weights must not be 0, and on each rank exactly the parameters that had
+    gradients on any rank in the previous step must have gradients.
     """
 
     scale: float

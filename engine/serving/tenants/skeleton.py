@@ -89,8 +89,8 @@ def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.M
     """Returns a copy of ``config`` for an engine of the adapted ``model``.
 
     With it, the engine divides ``model`` into pipeline stages, shards it over tp and quantizes its frozen weights as
-    ``base`` does. The returned config has names of modules and
-    parameters in ``model``. ``skeleton``: copy of the base model.
+    ``base`` does. The returned config has names of modules and parameters in ``model``. ``skeleton``: copy of the base
+    model.
     """
     plan = base.plan
     frozen = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}

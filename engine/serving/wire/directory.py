@@ -34,7 +34,8 @@ def check_name(name: str) -> str:
     """Returns ``name``, the name under which a client saves weights, if it is valid.
 
     Raises:
-        RequestRefusedError: it has more than 128 characters, or a character that is no letter, digit, ".", "_" or "-".
+        RequestRefusedError: it has more than 128 characters, does not begin with an ASCII letter or digit, or has a
+            character other than these, ".", "_" and "-".
     """
     if not _NAME.fullmatch(name):
         raise RequestRefusedError(

@@ -57,8 +57,8 @@ class ParsedRequest:
 class RequestReader:
     """Parser of the requests that create or change a model, sample from it or define a loss.
 
-    Each method returns the commands of a body, or raises RequestRefusedError. An invalid command with a sequence number
-    (``seq_id``) does not raise: it uses up the number, and its result is a failure.
+    Each method returns the commands of a body, or raises RequestRefusedError. In the numbered requests of a model, an
+    error in the command itself does not raise: the request uses up its ``seq_id``, and its result is a failure.
     """
 
     def __init__(self, model: ServedModel, directory: Directory) -> None:
