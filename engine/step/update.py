@@ -110,7 +110,10 @@ class DeviceDecidedUpdate:
         self._optimizer.launch(self._decision)
 
     def read(self) -> tuple[list[float], bool]:
-        """Waits for the device; returns (totals in the order of ``StepTotals.pack``, True if it made the update)."""
+        """Waits for totals and decision, not for the update itself.
+
+        Returns (totals in the order of ``StepTotals.pack``, True if the device decided to make the update).
+        """
         if self._copied is not None:
             self._copied.synchronize()
         *values, go = self._host.tolist()

@@ -227,7 +227,7 @@ class UserLoop:
 
     @property
     def at_boundary(self) -> bool:
-        """True if ``step``, called after the running microbatch, updates the weights."""
+        """True if the microbatch count makes ``step`` update after the running microbatch; False if not ``managed``."""
         return self._control.managed and self.unfinished + (not self._losses) >= self._accumulation
 
     @property

@@ -110,7 +110,7 @@ class Sweep:
     def best(self) -> TrialRow | None:
         """Returns, on rank 0, the row of the complete trial with the best metric.
 
-        Returns None on other ranks, and if no trial is complete.
+        Returns None on other ranks, before the first :meth:`ask`, and if no trial is complete.
         """
         return self._study.best() if self._study is not None else None
 

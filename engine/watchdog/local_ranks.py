@@ -178,7 +178,8 @@ class LocalRanks:
     def stacks(self, seconds: float) -> dict[int, str]:
         """Returns the Python stacks of this host's running ranks as text, by global rank.
 
-        A signal makes each rank write its stacks. Ranks that need more than ``seconds`` are left out.
+        A signal makes each rank write its stacks to a file. The text is empty or incomplete for ranks that need more
+        than ``seconds``.
         """
         asked = [(rank, local) for rank, local in self.ranks.items() if local.state]
         paths = {rank: local.file.path.with_suffix(STACK_SUFFIX) for rank, local in asked}

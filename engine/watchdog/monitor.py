@@ -310,7 +310,8 @@ def watch() -> None:
     """Starts a monitor, the watchdog of one host, in a forked child process; the calling process exits.
 
     Reads the monitor's settings (``Orders``) from stdin, as a line of JSON. Prints the TCP port of the hub (the first
-    host's monitor), or 0 on other hosts. Only the child returns, after the monitor has ended.
+    host's monitor), or 0 on other hosts. Only the child returns, after the monitor has ended. If stdin ends within the
+    line, starts nothing and returns at once.
     """
     given = sys.stdin.readline()
     if not given.endswith("\n"):

@@ -95,7 +95,8 @@ class SlowLinks:
     """Detector of slow links; a link is a group of ranks with collectives, or a sender and its receiver.
 
     A link is slow if its transfer time exceeds ``factor`` times its own best time, or ``factor`` times the median time
-    of similar links (same stream name, and ranks of the same pipeline stages). Each link is reported once.
+    of similar links (same stream name, and ranks of the same pipeline stages). The difference must also exceed 1 ms and
+    10% of the step time. Each link is reported once.
     """
 
     def __init__(self, factor: float) -> None:

@@ -38,8 +38,8 @@ class CallView:
         Args:
             event: collective, message or computation of the rank.
             flight: snapshot of the flight file that has recorded ``event``.
-            since, now: begin or end of the event, and the present, in nanoseconds of the monotonic clock. Their
-                difference becomes ``seconds`` of the view.
+            since, now: begin or end of the event, or begin of the wait for it, and the present, in nanoseconds of
+                the monotonic clock. Their difference becomes ``seconds`` of the view.
         """
         return cls(
             text=str(event) if event.bytes or event.kind == EventKind.ACTION else event.label,

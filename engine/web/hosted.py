@@ -44,7 +44,7 @@ class HostedApplication:
         await self._server.serve([self._listening])
 
     def stop(self) -> None:
-        """Stops the server after it has answered the requests that have arrived.
+        """Stops the server after it has answered the requests that have arrived, or after 3 seconds.
 
         Call it in the thread of the server's event loop.
         """

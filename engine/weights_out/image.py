@@ -171,7 +171,8 @@ class WeightImage:
             limit: maximum bytes of all blocks.
 
         Raises:
-            StoreRefusedError: the blocks do not exist or exceed ``limit``, or another version is served.
+            StoreRefusedError: the blocks do not exist or exceed ``limit``, or another version is served. The reply
+                raises it, too, if another version begins before all blocks are copied.
         """
         with self._lock:
             known = self._layouts.get(layout)

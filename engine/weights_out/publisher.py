@@ -184,7 +184,7 @@ class WeightPublisher:
 
         Args:
             waits: True to wait until receivers have read the last version, at most ``settings.deadline`` seconds.
-                False: no wait; a thread may copy weights of a CPU model after the return, and the next update waits for
+                False: no wait; a thread may copy weights in host memory after the return, and the next update waits for
                 this thread.
         """
         told = from_first(lambda: self._begin(waits), self._run.comm, self._run.device)
@@ -337,8 +337,8 @@ def make_owners(
     """Yields (ranks, owner) for each set of elements that receivers download. ``owner``: elements, and address of the
     rank that serves them.
 
-    ``ranks``: this rank, and if ``settings.copies`` > 1 maybe a second one with the same elements. Owners are in the
-    order of their first ranks.
+    ``ranks``: the serving rank, and if ``settings.copies`` > 1 maybe a second one with the same elements. Owners are in
+    the order of their first ranks.
 
     Args:
         urls: address of each rank.

@@ -162,7 +162,9 @@ class WeightReceiver:
             self._peer.close()
 
     def update(self) -> WeightVersion | None:
-        """Copies the newest version into the targets and returns it; returns None if the targets have it already.
+        """Copies the newest version into the targets and returns it.
+
+        Returns None if the targets have it already, or if no version is published.
 
         Call it while nothing uses the targets. Receivers that update as a group must all call it.
 

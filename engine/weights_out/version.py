@@ -150,7 +150,7 @@ class LeaseCall:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
-    """Reply with the receivers that began to read the version before this receiver, the earliest first.
+    """Reply with at most 16 receivers that began to read the version before this receiver, the earliest first.
 
     They serve the parts of the version that they have received.
     """
@@ -160,7 +160,7 @@ class LeaseReply:
 
 @dataclass(frozen=True, slots=True)
 class HashesCall:
-    """Request to one serving rank for the hashes of its blocks (256 KiB of a tensor) in the pieces ``wanted``."""
+    """Request to one rank or receiver for the hashes of its blocks (256 KiB of a tensor) in the pieces ``wanted``."""
 
     run: str
     """Run of the version: a trainer that has started again must not complete a version of the one before it."""

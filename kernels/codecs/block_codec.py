@@ -285,7 +285,7 @@ def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: K
 
 
 def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: Tensor | None = None) -> Tensor:
-    """Computes :func:`encode_blocks` in PyTorch; returns the messages, uint8 [R, m].
+    """Computes :func:`encode_blocks` with 8 or 4 bits in PyTorch; returns the messages, uint8 [R, m].
 
     The Triton kernel must give the same messages.
     """
