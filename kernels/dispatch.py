@@ -222,8 +222,8 @@ class Kernels:
     def for_products(self, x: Tensor) -> "Kernels":
         """Returns the kernel selection for a linear layer's matrix products on the device and in the dtype of ``x``.
 
-        It is ``self`` if Triton is selected for some row length of these products, else ``REFERENCE``, which always
-        uses PyTorch.
+        It is ``self`` if ``mode`` is "reference", or if Triton is selected for some row length of these products; else
+        ``REFERENCE``, which always uses PyTorch.
         """
         if self.mode == "reference":
             return self

@@ -81,9 +81,9 @@ def adamw_kernel(
     """Updates BLOCK elements of ``weights`` by Adam or AdamW in place, unless the number at ``go`` is 0.
 
     The gradient is multiplied by the number at ``factor``. NARROW: also writes ``narrow``, the weights in the compute
-    dtype. ROUNDED: rounds bf16 weights stochastically, with the random keys from ``low`` to ``second_high``. ``begin``:
-    index of the first element in the shard; CUT: :func:`whole_index` converts indices to the parameter's. ``decay`` to
-    ``eps``: Adam's constants.
+    dtype. ROUNDED: rounds bf16 weights stochastically, with the random key in ``low`` and ``high``. ROUNDED_MOMENTS:
+    also rounds bf16 moments, with the keys from ``first_low`` to ``second_high``. ``begin``: index of the first element
+    in the shard; CUT: :func:`whole_index` converts indices to the parameter's. ``decay`` to ``eps``: Adam's constants.
     """
     if tl.load(go) != 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -139,7 +139,7 @@ def adamw(
     Args:
         updated: weights, first moment, second moment, and the weights in the compute dtype or None.
         decision: two fp64 scalars on the device: a factor for the gradient, and a flag that is 0 to skip the update.
-        step: number of the update, from 1.
+        step: result of :meth:`AdamRule.age`, for the bias correction.
         rounding: stochastic rounding of bf16 weights; None: round to nearest.
     """
     weights, first, second, narrow = updated
@@ -244,7 +244,7 @@ def adamw_8bit(
 ) -> None:
     """Launches an AdamW update, in place, of the flat ``weights`` and their 8-bit ``moments``.
 
-    ``block``: number of elements per scale. ``step``: number of the update, from 1.
+    ``block``: number of elements per scale. ``step``: result of :meth:`AdamRule.age`, for the bias correction.
     """
     count, (beta1, beta2) = weights.numel(), rule.betas
     if not count:

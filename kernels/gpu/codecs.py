@@ -165,7 +165,7 @@ def sum_kernel(
     codes, scales, out, messages, blocks, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decodes the same ROWS blocks of all ``messages`` messages, and writes their sums in fp32 to ``out``.
+    """Decodes the same ROWS blocks of all ``messages`` messages, and writes their sums, computed in fp32, to ``out``.
 
     ``blocks``: number of blocks in one message. ``scales_at``: index of the message's first scale, in fp32 elements.
     """

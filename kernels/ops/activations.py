@@ -54,9 +54,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 def activate(
     x: Tensor, bias: Tensor | None, kind: Activation, kernels: Kernels, residual: Tensor | None = None
 ) -> Tensor:
-    """Returns f(x + bias) + residual in one pass; ``kind`` names the activation f. Differentiable.
+    """Returns f(x + bias) + residual; ``kind`` names the activation f. Differentiable.
 
-    ``x``, ``residual`` and the result are [.., H]; ``bias`` is [H]. ``kernels`` selects Triton or PyTorch.
+    ``x``, ``residual`` and the result are [.., H]; ``bias`` is [H]. ``kernels`` selects Triton (one pass) or PyTorch.
     """
     given = tuple(t for t in (x, bias, residual) if t is not None)
     if has_torch_function(given):

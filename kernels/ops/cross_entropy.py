@@ -101,11 +101,11 @@ def fits_softmax_kernels(logits: Tensor) -> bool:
 
 
 def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
-    """Returns statistics of each row of ``logits_NW`` over this rank's columns, in one pass.
+    """Returns statistics of each row of ``logits_NW`` over this rank's columns.
 
     They are maximum, sum of exp(logit - maximum), and the statistics that ``question`` requests.
 
-    ``triton``: uses Triton if its kernels support the logits.
+    ``triton``: uses Triton, in one pass, if its kernels support the logits; otherwise PyTorch.
     """
     if not triton or not fits_softmax_kernels(logits_NW):
         return statistics_reference(logits_NW, question)
@@ -119,7 +119,7 @@ def join_softmax_terms(
 ) -> tuple[Softmax, Tensor | None, Tensor | None]:
     """Converts ``found``, the softmax statistics over this rank's columns, to statistics over all ranks' columns.
 
-    It all-reduces one maximum and one sum; with ``known`` only the sum.
+    It all-reduces one maximum and one sum; with ``known`` only the sum, or nothing if ``question`` is empty.
 
     Args:
         question: request from which ``found`` was computed.

@@ -228,7 +228,7 @@ class HostKernel:
 def host_kernel() -> HostKernel | None:
     """Returns the compiled Adam and Lion updates; the first call compiles or loads them.
 
-    None: the compilation fails, or results differ from torch's.
+    None: the compilation fails or ``TRINE_CACHE`` is 0, or results differ from torch's.
     """
     try:
         made = library(SOURCE)

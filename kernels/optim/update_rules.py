@@ -125,7 +125,7 @@ def sgd_(
 ) -> list[Tensor | None]:
     """Makes an SGD update of ``weights`` in place; returns the list of momentum buffers for the next call.
 
-    With momentum, the result has a new buffer for each None in ``momenta``.
+    ``momenta``: a buffer for each of ``weights``, or None for all; with momentum, None gives new buffers.
     """
     buffers = list(momenta)
     sgd(

@@ -93,6 +93,7 @@ def came(arrivals, status, rank, writer, tile, epoch, patience, most, RANKS: tl.
     """Waits until rank ``writer`` signals to ``rank`` that it has written ``tile``; returns True if the signal arrives.
 
     After ``patience`` polls, or if the writer has ended, it records the missing signal in ``status`` and returns False.
+    It does not wait if ``status`` already has a missing signal.
     """
     looks = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
     ended = place_of(arrivals, RANKS, writer)
