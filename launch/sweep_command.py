@@ -28,10 +28,10 @@ def add_sweep_options(command: ArgumentParser) -> None:
 
 
 def run_sweep(options: Namespace) -> None:
-    """Runs ``trine sweep``, a hyperparameter search: prints a line per trial, then a table with the best trial.
+    """Runs ``trine sweep``, a hyperparameter search: prints a line per trial, then a table of all, and the best.
 
     Raises:
-        EngineError: the settings have a mistake, or a trial fails.
+        EngineError: the settings have a mistake, or a trial raises it. Other errors of a trial are raised too.
     """
     settings = read_sweep(options.sweep)
     if settings.metric is None:

@@ -471,8 +471,8 @@ def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: flo
 def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
     """Converts running ``means`` to row and column factors; their product is an element's mean squared gradient.
 
-    Row means are divided by the mean of all row means, but at least by ``least``. Column means, and the means of a
-    vector, are returned unchanged.
+    Row means are divided by the mean of their matrix's row means, but at least by ``least``. Column means, and the
+    means of a vector, are returned unchanged.
     """
     if SQUARES in means:
         return dict(means)

@@ -131,7 +131,7 @@ class ClockFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisFigure:
-    """Measured latency and bandwidth of collectives in one group of ranks along a grid axis."""
+    """Measured latency and bandwidth of communication in one group of ranks along a grid axis."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -142,7 +142,7 @@ class AxisFigure:
     latency: float
     """Seconds of a call with 8 bytes."""
     payload: int
-    """Bytes of the large collective."""
+    """Bytes of the large message."""
     rate: float
     """Bytes per second that a rank sends."""
     expected_latency: float | None = None

@@ -270,7 +270,10 @@ def _port_problem(request: JobRequest, facts: HostReply) -> list[LaunchError]:
 
 
 def ranks_on(request: JobRequest, facts: HostReply) -> int:
-    """Returns the number of ranks on a host: from the command line, else from the hostfile, else one per GPU."""
+    """Returns the number of ranks on a host: from the command line, else from the hostfile, else one per GPU.
+
+    It is 1 if none of these is known.
+    """
     return request.ranks_per_node or facts.host.slots or len(facts.gpus) or 1
 
 

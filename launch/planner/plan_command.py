@@ -56,8 +56,9 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = (-1, 2**30), (-3, 2**25)
 
 
 def run_plan(options: Namespace) -> None:
-    """Runs ``trine plan``: prints the plan of a configuration or of the best layout; with ``--calibrate``, measures a
-    GPU.
+    """Runs ``trine plan``: prints the plan of a configuration or of the best layout.
+
+    With ``--longest`` it prints the longest row that fits instead; with ``--calibrate`` it measures a GPU.
 
     Raises:
         EngineError: the request, the model or the configuration is wrong.

@@ -301,7 +301,7 @@ def wait_axes(ranks: Iterable[RecordedRank]) -> list[str]:
 
 def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
     """Returns an HTML table with each rank's seconds of waiting for communication, by axis, and their fraction of the
-    step.
+    time in all steps.
     """
     axes = wait_axes(ranks)
     rows = []

@@ -78,11 +78,12 @@ class Subject:
 def of_function(name: str) -> Subject:
     """Returns the test subject for ``name``, a ``module:function`` that builds a model in its full size.
 
-    The function returns model, (model, rows) or (model, rows, loss_fn); ``rows`` is one batch of inputs. Without rows,
-    random tokens are used if the model's ``config`` has a ``vocab_size``.
+    The function returns model, (model, rows) or (model, rows, loss_fn); ``rows`` is a batch of two rows or more.
+    Without rows, random tokens are used if the model's ``config`` has a ``vocab_size``.
 
     Raises:
-        PlanError: there is no function, it raises, it returns no model, or there are neither rows nor a ``vocab_size``.
+        PlanError: there is no function, it raises, it returns no model or fewer than two rows, or there are neither
+            rows nor a ``vocab_size``.
     """
     function = find_function(name)
 

@@ -41,8 +41,10 @@ class CheckpointPolicy(Protocol):
 
     @property
     def mode(self) -> str:
-        """Mode of the model's blocks: ``none``, ``full``, ``selective`` or ``offload``. In backward, ``full``
-        recomputes blocks, and ``selective`` recomputes parts of them; ``offload`` moves activations to the host.
+        """Mode of the model's blocks: ``none``, ``full``, ``selective`` or ``offload``.
+
+        In backward, ``full`` recomputes all blocks, and ``selective`` a part of each, or with :attr:`every` some
+        blocks completely. In forward, ``offload`` moves activations to the host.
         """
 
     @property
