@@ -49,7 +49,8 @@ def raise_together(
     ranks; the block must not use it.
 
     Raises:
-        CheckpointError: a rank has failed, or does not answer.
+        CheckpointError: a rank has failed, or rank 0 has lost it.
+        EngineError: this rank has lost rank 0, or is rank 0 and cannot send the text to a rank.
     """
     problem = ""
     try:

@@ -46,8 +46,8 @@ def state_link(source: int, target: int) -> Link:
 def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
     """Divides ``links`` into rounds such that no rank is in two links of the same round.
 
-    The process groups of one round can be created simultaneously. Links for training state (flow "state") need no group
-    and are omitted.
+    The process groups of one round can be created simultaneously. Links for training state (flow "state") use the group
+    of axis pp and are omitted.
     """
     rounds: list[list[Link]] = []
     ends: list[set[int]] = []

@@ -138,7 +138,7 @@ class Comm:
     """Collectives over the axes of a grid. Each call is counted and recorded under its ``label``.
 
     ``tally`` counts calls and sent bytes by axis and label; ``records`` has the most recent calls. An axis of one rank
-    sends and counts nothing.
+    sends and counts nothing, and calls of :meth:`receive` are not counted.
     """
 
     def __init__(self, grid: Grid, backend: Backend) -> None:
@@ -220,7 +220,8 @@ class Comm:
     def failed(self, call: str, error: BaseException, alike: bool = True) -> None:
         """Records that ``call`` has failed on this rank with ``error``; a vote of all ranks then may end the engine.
 
-        ``alike``: False ends the engine. True ends it unless all ranks fail in ``call`` after equally many collectives.
+        ``alike``: False ends the engine. True ends it unless all ranks fail in ``call`` after equally many collectives
+        and no rank has lost another.
         """
         self.failures.note(call, error, f"{call} after {self._sequence} collectives" if alike else None)
 

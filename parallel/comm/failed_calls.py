@@ -68,8 +68,8 @@ class FailedCalls:
         """Records that ``call`` has failed on this rank with ``error``, and starts, in a thread, a vote of all ranks:
         the engine continues or ends.
 
-        ``place``: text for the point of failure; the engine continues if all ranks vote with the same text. None: the
-        engine ends.
+        ``place``: text for the point of failure; the engine continues if all ranks vote with the same text. None, or
+        an ``error`` of failed communication with other ranks: the engine ends.
         """
         if self._verdict != "":
             return

@@ -53,7 +53,9 @@ class _Task:
 
 
 def find_place(variables: _Variables) -> Place | None:
-    """Reads this process's place in the job from the launcher's environment ``variables``; None without a launcher.
+    """Reads this process's place in the job from the launcher's environment ``variables``.
+
+    Returns None without a launcher, or if MPI or Slurm has started only one process.
 
     Raises:
         GridError: the variables are incomplete or contradict each other, or lack the address of the rendezvous.

@@ -79,7 +79,7 @@ class Turns:
 
         Raises:
             DeadlockError: all ranks that have not ended wait for each other.
-            Exception: first error of a rank.
+            Exception: a rank's own error; if several ranks have one, the error of the lowest rank.
         """
         process = _ProcessState.take(self._generators)
         grad = torch.is_grad_enabled()
@@ -268,7 +268,7 @@ def run_thread_ranks(
 
     Raises:
         DeadlockError: all ranks wait for each other; the message names each rank's call.
-        Exception: first error of a rank.
+        Exception: a rank's own error; if several ranks have one, the error of the lowest rank.
     """
     shared = [device for device, ranks in Counter(devices or ()).items() if ranks > 1 and not is_host(device)]
     generators = [generator for device in shared if (generator := device_generator(device)) is not None]
@@ -465,7 +465,7 @@ class ThreadBackend(Backend):
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
         """Starts to send ``tensor`` to index ``to`` of axis pp over ``channel``; returns a function that waits.
 
-        The wait ends when the receiver has called ``receive``.
+        The wait ends when the receiver has called ``receive`` for this message.
         """
         target = self._grid.peers("pp")[to]
         box = self._post.boxes[channel, self._grid.rank, target]

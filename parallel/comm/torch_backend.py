@@ -221,7 +221,7 @@ class TorchBackend:
 
     def link(self, links: Sequence[Link]) -> None:
         """Creates and connects a separate process group for each link in ``links``, except links for training state;
-        does nothing with gloo.
+        does nothing unless ``linked``.
 
         Every rank calls it with the same ``links``.
         """

@@ -82,7 +82,7 @@ class AttentionSizes(NamedTuple):
 
 class MethodCost(NamedTuple):
     """Cost of one attention method in one forward on one rank: bytes sent, seconds not hidden by computation, and
-    memory for keys and values.
+    memory for keys and values (method "heads": for queries and outputs too).
     """
 
     bytes: int

@@ -119,7 +119,9 @@ def own_keys(length: int, axis: TensorAxis) -> KeyFlow:
 
 
 def gathered_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow:
-    """Returns a key flow that all-gathers all keys and values.
+    """Returns a key flow that gathers all keys and values on every rank.
+
+    Communicates one all-gather, or one exchange if the shards are unequal.
 
     ``shape``: full shape [.., S, D + E] of the keys joined with values: S positions, keys of size D, values of size E.
     ``have``: sharding of this full tensor.

@@ -371,7 +371,8 @@ def _ends(block: Tensor) -> Tensor:
 class HostTwins:
     """Host copies of a forward's small integer tensors, so that code reads their values without a device wait.
 
-    Results of ``torch.arange``, and a batch in host memory, are copied. Later operations run on the copies too.
+    ``torch.arange`` runs on the host too; the copy of a batch is the host tensor that it was made from. Later
+    operations run on the copies too.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Totals of one rank since its start: number of steps, and nanoseconds in steps and in waits."""
+    """Totals of one rank since its start: engine calls (steps), and nanoseconds in steps and in waits."""
 
     steps: int = 0
     in_steps: int = 0
