@@ -81,7 +81,8 @@ class Awaited(Tensor):
     """Output tensor of an expert layer that waits for its expert results at its first use, and then acts as a plain
     tensor.
 
-    A torch function waits before autograd records the call. A C++ extension that accesses the data pointer raises.
+    A torch function, except views and metadata, waits before autograd records the call. A C++ extension that
+    accesses the data pointer raises.
     """
 
     _arrival: Arrival

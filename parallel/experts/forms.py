@@ -179,7 +179,8 @@ def expert_cut(experts: int, ranks: int, packing: ExpertPacking = ExpertPacking(
 def stacked_experts(module: nn.Module) -> int:
     """Returns the number of experts if ``module``'s own parameters, except vectors, all are [experts, ..]; otherwise 0.
 
-    Also returns 0 if none of them is [experts, rows, width], or if a submodule has parameters with several dims.
+    Also returns 0 for torch's own layers, if a submodule has parameters with several dims, or if none is
+    [experts, rows, width]; if there are vectors, at least two must be.
     """
     own = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() >= 2]
     inside = sum(parameter.dim() >= 2 for parameter in module.parameters())

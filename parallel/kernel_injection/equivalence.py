@@ -108,8 +108,8 @@ def agrees_in_use(module: nn.Module, forward: Function, operator: Function, widt
 def agrees(module: Function, operator: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> bool:
     """Returns True if ``module`` and ``operator`` have equal outputs and gradients for ``inputs``, up to a tolerance.
 
-    Gradients of ``parameters`` are compared too. An error or a dropout in either function counts as a difference. The
-    user's random generators are restored.
+    Gradients of ``parameters`` are compared too. An error or a dropout in either function counts as a difference, but a
+    bug of the engine in ``operator`` raises. The user's random generators are restored.
     """
     with torch.random.fork_rng(devices=[]):
         try:

@@ -243,8 +243,8 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def injected_experts(found: GroupedStack, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
     """Returns a forward for a module with stacked experts; grouped matrix products compute the experts.
 
-    ``found``: description of the experts. Unsupported inputs, and experts with features sharded over tensor ranks, use
-    the original forward ``own``.
+    ``found``: description of the experts; ``own``: original forward. Unsupported inputs, and experts with features
+    sharded over tensor ranks, use the forward of the module's class.
     """
 
     @wraps(own)

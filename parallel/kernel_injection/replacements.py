@@ -125,8 +125,8 @@ _PARAMETERS = ["q", "k", "cos", "sin"]
 
 
 def rotary_globals(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
-    """Yields (name, function) for each global function with parameters (q, k, cos, sin) that the forward of ``module``
-    uses.
+    """Yields (name, function) for each global function that the forward of ``module`` uses, with first parameters
+    (q, k, cos, sin).
     """
     forward = own_forward(module)
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):

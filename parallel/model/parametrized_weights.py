@@ -35,7 +35,7 @@ def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def outermost_adapters(model: nn.Module) -> dict[nn.Module, str]:
-    """Returns, for each module that PEFT has adapted, the name of the outermost adapter around it."""
+    """Returns, for each module with single parameters that PEFT adapts, the name of the outermost adapter around it."""
     found: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if _adapts(module):

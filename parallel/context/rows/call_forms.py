@@ -98,7 +98,10 @@ class CallRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Adds the arguments of all module calls during the block to ``calls``, by forward pre-hooks."""
+        """Adds the arguments of module calls during the block to ``calls``, by forward pre-hooks.
+
+        Calls with arguments other than tensors, numbers, strings, dtypes, devices and None are left out.
+        """
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 handle = module.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
@@ -153,7 +156,8 @@ class SequenceSize(NamedTuple):
 def sequences_of(batch: Iterable[Tensor], calls: Iterable[Sequence[SeenCall]]) -> tuple["SequenceSize", ...]:
     """Returns the different sizes (rows, positions) of a forward's sequences of at least four positions, longest first.
 
-    A size is the first two dims of a batch tensor, or of a recorded floating-point argument with three dims.
+    A size is the first two dims of a batch tensor, or of a recorded floating-point argument with three dims and as many
+    rows as a batch tensor.
     """
     given = [tuple(tensor.shape) for tensor in batch if tensor.ndim]
     rows = {shape[0] for shape in given}

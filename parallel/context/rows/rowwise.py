@@ -145,7 +145,7 @@ def running_rowwise(model: nn.Module, found: Iterable[RowwiseModule]) -> Iterato
 
 
 class LocalCall(NamedTuple):
-    """Recorded call of a module, with only the sequence positions of its arguments that are on this rank."""
+    """Call of a module, with only the sequence positions of its arguments that are on this rank."""
 
     form: ProvenForm
     context: GlobalTensorContext
