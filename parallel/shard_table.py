@@ -153,7 +153,7 @@ class ShardRow:
         """Returns the parts of a shard that rank ``holder`` omits from global norms, since another rank counts them.
 
         Parts are ranges [start, stop) of the flattened shard, such as key heads of a fused QKV weight that several
-        tensor ranks store. Empty if ``holder`` omits the whole shard (see :meth:`counted`).
+        tensor ranks store. Empty if other tensor ranks count the whole shard (see :meth:`counted`).
         """
         own = [(each.stop - each.start, each.holders[0] == holder.tp) for each in self.tensor_ranges(holder)]
         if self.dim is None or not any(first for _, first in own):

@@ -25,7 +25,7 @@ from engine.parallel.shard_table import ShardRow
 class QuantizedLayer(nn.Module):
     """Mixin for a layer class with frozen quantized weights, stored as codes and scales.
 
-    A read of ``weight`` dequantizes it.
+    A read of ``weight`` returns a :class:`QuantizedWeight`, which dequantizes it in each operation.
     """
 
 
@@ -52,7 +52,8 @@ def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
 
 
 def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
-    """Changes the classes of layers with quantized parameters: a read of ``weight`` dequantizes it.
+    """Changes the classes of layers with quantized parameters: a read of ``weight`` returns a
+    :class:`QuantizedWeight`, which dequantizes it in each operation.
 
     ``held``: (shape and format of the quantized weight, dtype of the dequantized weight), by parameter name.
     """

@@ -67,7 +67,7 @@ def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[P
 def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
     """Returns the sum of ``x`` over the tensor ranks (Megatron-LM's g); backward is the identity.
 
-    The sum overwrites a contiguous ``x``.
+    The sum overwrites a contiguous ``x``; if autograd records the sum, an autograd leaf is copied first.
     """
     if axis.size == 1:
         return x

@@ -129,12 +129,15 @@ Label = Callable[[Action], str]
 
 
 def draw(timeline: StepTimeline, width: int = 120) -> str:
-    """Draws a timeline as text of at most ``width`` columns: one row per rank, time from left to right."""
+    """Draws a timeline as text: a title, then one row per rank of at most ``width`` columns, time from left to right.
+
+    Rows are wider if the names of ranks leave no room.
+    """
     return draw_panels((Panel(timeline),), width)
 
 
 def draw_panels(panels: Sequence[Panel], width: int = 120) -> str:
-    """Draws several timelines as text of at most ``width`` columns, one above the other.
+    """Draws several timelines as text, one above the other: a title, then rows of at most ``width`` columns.
 
     Timelines in the same unit of time have the same scale.
     """

@@ -168,7 +168,8 @@ Rows = tuple[tuple[Action, ...], ...]
 def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
     """Returns one or two divisions of ``microbatches`` into consecutive rounds of at most ``ranks`` microbatches.
 
-    The first has a smaller last round; the second, if different, has rounds of nearly equal size.
+    The first has rounds of ``ranks`` microbatches, of which the last may be smaller; the second, if different, has
+    rounds of nearly equal size.
     """
     count = -(-microbatches // ranks)
     full = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]

@@ -94,8 +94,8 @@ class BlockReference:
     def prove(self, plan: TensorPlan, tp: int, watch: Callable[[nn.Module], None] | None = None) -> Verdict:
         """Compares the block under ``plan`` on ``tp`` simulated tensor ranks with the unsharded block.
 
-        Returns the result of the first call that differs, or of the last call. ``watch``: callback that gets the block
-        of each rank before a run.
+        Runs the calls in ``givens`` in reverse order. Returns the result of the first that differs, or of the last that
+        runs. ``watch``: callback that gets the block of each rank before a run.
         """
         verdict = Verdict()
         # the first arguments are the longest: shorter ones show an error sooner

@@ -37,7 +37,8 @@ RANK = 4
 
 
 class WholeWeightError(Exception):
-    """Error of code that reads all elements of a low-rank weight, such as a kernel or an autograd Function.
+    """Error of code that needs all elements of a low-rank weight: it writes to the weight, uses it with gradients
+    disabled, or bypasses ``__torch_function__``, as a kernel does.
 
     ``weight``: the parameter's name.
     """

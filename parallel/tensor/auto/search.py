@@ -321,10 +321,10 @@ def strategy_outside(way: ShardingStrategy, path: str) -> ShardingStrategy:
 
 
 def reference_inside(truth: BlockReference, path: str) -> BlockReference | None:
-    """Returns the unsharded results of the module at ``path``, taken from ``truth``, a reference of the block.
+    """Returns the unsharded results of the module at ``path``, with its arguments from a run of the block of ``truth``.
 
-    Returns None if the module cannot be tested alone: it does not run exactly once, has unused outputs, or fails on
-    copies of its arguments.
+    Returns None if the module cannot be tested alone: it does not run exactly once, none of its outputs reaches an
+    output of the block, or it fails on copies of its arguments.
     """
     try:
         call = _observed(truth, path, truth.givens[-1])  # the shortest suffice: the block's proof runs all of them

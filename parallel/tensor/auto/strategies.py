@@ -29,7 +29,7 @@ class ShardingStrategy(NamedTuple):
     """Sharding strategy of one parameter group.
 
     ``how``: "local" (code computes with plain shards), "local+" (also divides integer attributes by the number of
-    ranks), "view" (code reads DTensors) or "replicate". ``styles``: style, such as "column" or "partial", of each
+    ranks), "view" (code reads global tensors) or "replicate". ``styles``: style, such as "column" or "partial", of each
     module or parameter, by name in the block.
     """
 
@@ -68,7 +68,7 @@ def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrate
 
 
 def view(block: nn.Module, group: CoupledParameters, tp: int, partial: bool = True) -> ShardingStrategy:
-    """Returns the strategy "view": the block's code reads each sharded parameter as a DTensor of the full shape.
+    """Returns the strategy "view": the block's code reads each sharded parameter as a ``GlobalTensor``.
 
     ``partial``: True sums gradients of replicated parameters once after backward; False sums them in backward at each
     use.
