@@ -30,7 +30,7 @@ Function = Callable[..., Any]
 
 
 class LocalOnlyError(EngineError):
-    """Error of code that got a global tensor but needs a plain tensor with all elements."""
+    """Error of code that needs a plain tensor with all elements, or writes in place, and got a global tensor."""
 
 
 class GlobalTensor(WrapperTensor):

@@ -89,8 +89,9 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
     """Returns this rank's shard of the plain tensor ``plain``, with dim i sharded as ``wanted[i]``.
 
-    Partial gradients of ``plain`` are summed over the ranks: at the end of the step if ``plain`` is a parameter,
-    outside ``context.equal``, with ``context.sums_once(plain)`` True; otherwise in backward.
+    If ``context.plain`` is EQUAL, partial gradients of ``plain`` are summed or gathered over the ranks: at the end of
+    the step if ``plain`` is a parameter, outside ``context.equal``, with ``context.sums_once(plain)`` True; otherwise
+    in backward.
     """
     if plain.requires_grad and context.plain is PlainGradient.EQUAL:
         # the gradient is complete only after a sum or a gather: once a step, or here

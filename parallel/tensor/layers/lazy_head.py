@@ -98,7 +98,8 @@ def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, pat
           returns computed logits.
 
     Raises:
-        PlanError: the module computes more than ``nn.Linear``, such as an activation, or its forward has been replaced.
+        PlanError: the module is a ``Conv1D``, it computes more than ``nn.Linear``, such as an activation, or its
+            forward has been replaced.
     """
     fused = vars(module).get("forward")
     product = fused is None or (isinstance(fused, FusedForward) and fused.activation == "none")

@@ -69,7 +69,7 @@ class ParameterUseCheck:
     def watch(self, microbatch: Any, run: Callable[[], Any]) -> Any:
         """Calls ``run`` under the check and returns its result. All tensor ranks raise the same error.
 
-        ``microbatch``: inputs of the forward; known shapes and dtypes are not checked again.
+        ``microbatch``: inputs of the forward; for known shapes and dtypes, only adapters are checked again.
 
         Raises:
             PlanError: an adapter was switched on after the plan was made, a sharded layer runs in a transform of

@@ -81,8 +81,8 @@ def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any,
 def matching_groups(context: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
     """Returns this rank's shards of query, key and value for grouped-query attention.
 
-    Returns None if a rank lacks the key heads that its query heads need. ``tensors``: (query, key, value); ``times``:
-    query heads per key head.
+    Returns None unless heads are sharded and each rank stores exactly the key heads that its query heads use.
+    ``tensors``: (query, key, value); ``times``: query heads per key head.
     """
     if any(type(tensor) is not GlobalTensor for tensor in tensors):
         return None
@@ -183,8 +183,8 @@ def rotary_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Te
     """Applies rotary embeddings to this rank's shards of ``q`` and ``k`` and returns both.
 
     ``angles_and_form``: cos, sin, feature layout, and the choice between Triton and PyTorch. The fused operator runs
-    if ``q`` and ``k`` have the same batch and position sharding and cos and sin are plain tensors without gradient;
-    otherwise the reference implementation runs.
+    if ``q`` and ``k`` have the same batch and position sharding and unsharded features, and cos and sin are plain
+    tensors without gradient; otherwise the reference implementation runs.
     """
     cos, sin, form, kernels = angles_and_form
     length = 3 - form.heads_dim

@@ -77,8 +77,8 @@ def drop(
     ``inplace``: None if ``func`` has no such argument.
 
     Raises:
-        NoRuleError: ``input`` is a plain tensor. Also for a ``func`` other than ``F.dropout`` if some elements are on
-            several ranks but not on all.
+        NoRuleError: ``input`` is a plain tensor. Also for alpha dropout if ``input`` is sharded with some elements on
+            several ranks.
     """
     if type(input) is not GlobalTensor:
         raise NoRuleError("dropout got a plain tensor.")
@@ -98,7 +98,7 @@ def draws_alone(sets: Sets, p: float) -> bool:
     """Returns True if dropout with probability ``p`` must draw a different mask on each rank, for sharding ``sets``.
 
     Raises:
-        NoRuleError: some elements are on several ranks but not on all.
+        NoRuleError: ``p`` is not 0, and some dim is sharded but some elements are on several ranks.
     """
     if p == 0.0 or not any(index is not None for index in sets):
         return False
