@@ -68,7 +68,7 @@ class TensorAxis:
     this rank.
 
     While ``dry`` is set, nothing is communicated: collectives return tensors of the right shape and are reported to
-    ``listener``. ``repeats``: cache for recomputation.
+    ``listener`` (exchanges only by :meth:`expect_rows`). ``repeats``: cache for recomputation.
     """
 
     overlap = Overlap()

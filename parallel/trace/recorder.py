@@ -73,8 +73,8 @@ class Recorder(TorchFunctionMode):
 
     @property
     def on_zeros(self) -> tuple[OnZeros, ...]:
-        """Operations that ran on zeros because they do not run on meta tensors. Has one entry per operation and line of
-        code.
+        """Operations that ran on zeros because they do not run on meta tensors. Has one entry per operation and unit,
+        or line of code between units.
         """
         return tuple(OnZeros(name, where, why) for (name, where), why in self._on_zeros.items())
 
@@ -86,10 +86,10 @@ class Recorder(TorchFunctionMode):
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one torch function with its arguments and runs it without data. Returns the result that user code
-        gets.
+        """Runs one torch function and returns the result that user code gets. A function of tensors that depend on
+        parameters runs without data, and is recorded if it runs outside units (blocks and other outermost modules).
 
-        Inside a unit (block or other outermost module) or another recorded function, it only runs the function.
+        Inside another recorded function, it only runs the function.
         """
         if self._quiet:
             return call_user_code(function, args, kwargs)

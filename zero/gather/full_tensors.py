@@ -91,7 +91,8 @@ def full_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor
     """Yields parameter name -> tensor, gathered over dp, for the parameters that match ``pattern``. Tensor-parallel
     shards are not gathered. The end of the context stores the user's writes.
 
-    Collective: one all-gather over dp for each bucket, label "full tensors".
+    Collective: one all-gather over dp for each bucket if ``shards.sharded``; at the end, ranks all-gather digests of
+    the written values. Label "full tensors".
 
     Raises:
         EngineError: no parameter matches, or ranks have written different values.
@@ -134,7 +135,8 @@ def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tenso
     """Yields parameter name -> flat copy of this rank's shard in ``shards``, for the parameters that match ``pattern``.
     The copy may be empty. The end of the context stores the user's writes.
 
-    Collective. If the shards are master weights, data ranks all-gather the written buckets at the end.
+    If the shards are master weights, the end is collective: data ranks all-gather the buckets that any of them has
+    written to. For other shards, nothing is communicated.
     """
     chosen = _matching(shards, pattern)
     parts: dict[str, tuple[HeldPart, Tensor]] = {}

@@ -411,7 +411,7 @@ class ParameterGatherer:
         self._whole.show(indices)
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
-        """Keeps a bucket gathered in later passes if ``outputs`` of a module are views of the bucket's parameters."""
+        """Keeps a bucket gathered from now on if ``outputs`` of a module are views of the bucket's parameters."""
         if self._pass is None:
             return
         found = frozenset(index for output in outputs if (index := self._whole.bucket_of(output)) is not None)

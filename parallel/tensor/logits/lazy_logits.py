@@ -98,7 +98,7 @@ class LazyLogits:
     compute: Callable[[], LogitShard]
     source: LogitsSource | None = None
     arrivals: list[Callable[[Tensor], None]] = field(default_factory=list)
-    """Functions that are called when a gradient of the logits arrives, with that gradient."""
+    """Functions that are called when a backward reaches the logits, with the gradient of the logits or of a loss."""
 
 
 def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:

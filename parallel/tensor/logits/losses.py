@@ -67,7 +67,7 @@ class Terms(NamedTuple):
     """Per-token softmax terms of a loss: tensors [N], equal on all ranks, with gradients; None if not needed.
 
     For logits x, ``log_sum``: log of the sum of exp(x - max x); ``picked``: x - max x at the target; ``weighted``: sum
-    of (x - max x) times the class weight over the vocabulary.
+    of (x - max x) times the class weight (1 if there are none) over the vocabulary.
     """
 
     log_sum: Tensor

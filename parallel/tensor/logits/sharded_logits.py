@@ -75,7 +75,10 @@ class ShardedLogits(Tensor):
         return _wait(LazyLogits(hidden, computed, arrivals=arrivals))
 
     def when_differentiated(self, hook: Callable[[Tensor], None]) -> None:
-        """Calls ``hook(gradient)`` when a gradient of these logits, lazy or computed, arrives in a backward."""
+        """Calls ``hook(gradient)`` when a backward reaches these logits, lazy or computed.
+
+        The gradient is that of the logits, or of a loss computed from lazy logits.
+        """
         self.register_hook(hook)  # type: ignore[no-untyped-call]
         if self._waiting is not None:
             self._waiting.arrivals.append(hook)

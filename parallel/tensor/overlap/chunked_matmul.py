@@ -93,8 +93,8 @@ class Pieced:
 def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
     """Returns the number of chunks in which to send this rank's ``rows`` rows, with ``size`` bytes in all.
 
-    It is the largest divisor of ``rows`` up to ``MOST_PIECES`` with at least ``axis.overlap.bytes`` per chunk, and 1 if
-    transfers on a device of type ``device`` do not overlap compute.
+    It is the largest divisor of ``rows`` up to ``MOST_PIECES`` with at least ``axis.overlap.bytes`` per chunk. It is 1
+    in a dry run, on one rank, and if transfers on a device of type ``device`` do not overlap compute.
     """
     devices, least = axis.overlap
     if device not in devices or axis.dry or axis.size == 1:

@@ -43,7 +43,7 @@ _ALIGNED = 16
 def fuses(axis: TensorAxis) -> bool:
     """Returns True if kernels may communicate over ``axis`` through symmetric memory.
 
-    False in a dry run, and in recomputation that reuses results of collectives.
+    False in a dry run, and while results of collectives are saved for recomputation or reused by it.
     """
     return axis.symmetric is not None and not axis.dry and axis.repeats is None
 

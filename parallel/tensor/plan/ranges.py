@@ -48,8 +48,8 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
     """Checks that ``tp`` tensor ranks suit every size in ``fits``, such as a number of heads.
 
     Raises:
-        PlanError: the message names the first size that they do not suit, and every number of ranks that suits all
-            sizes.
+        PlanError: the message names the first size that they do not suit, and every number of ranks, up to the
+            largest size, that suits all sizes.
     """
     wrong = next((fit for fit in fits if not fit.allows(tp)), None)
     if wrong is None:
