@@ -203,8 +203,9 @@ def build_layout(
 ) -> FlatLayout:
     """Distributes the parameters ``items``, in model order, to buckets for ``ranks`` data ranks. Returns the layout.
 
-    A bucket has at most ``bucket_elements`` elements, or one parameter that is larger. At ZeRO 3 the parameters of a
-    gather group form one bucket of any size. Parameters in a bucket are sorted by optimizer group.
+    A bucket has at most ``bucket_elements`` elements before its final padding, or one parameter that is larger. At
+    ZeRO 3 the parameters of a gather group form one bucket of any size. Parameters in a bucket are sorted by optimizer
+    group.
 
     Args:
         alignment: number of elements, a multiple of ALIGNMENT; each parameter starts at a multiple of it.

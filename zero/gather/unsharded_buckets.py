@@ -224,8 +224,8 @@ class UnshardedBuckets:
         """Starts all-gathers of the buckets ``indices``, after a check that all data ranks request the same buckets.
         Skips gathered buckets.
 
-        The check is one all-gather of 8 bytes per rank, label "gather check". ``exact``: True to gather without
-        quantization.
+        The check is one all-gather of 8 bytes per rank for each sharding axis, label "gather check". ``exact``: True to
+        gather without quantization.
 
         Raises:
             EngineError: data ranks request different buckets.

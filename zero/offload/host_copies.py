@@ -71,7 +71,8 @@ class HostCopies:
 
     def follow(self, flat: FlatBucket, reduction: Pending) -> None:
         """Starts the copy of the reduced gradients of the bucket ``flat`` to the host, on a side stream after
-        ``reduction``. On a CPU device, ``wait`` makes the copy instead.
+        ``reduction``. If updates are delayed, or ``reduction`` is in progress on a CPU device, ``wait`` makes the copy
+        instead.
         """
         if flat.host_sums is None or self.late or (is_host(self._device) and reduction.under_way):
             return

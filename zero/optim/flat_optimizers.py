@@ -374,7 +374,7 @@ _COUNTED = ("step", "lr", "betas")
 
 @dataclass(frozen=True, slots=True)
 class Bookkeeping:
-    """Copy of an optimizer's step counts, learning rates and betas, to restore if the device skips an update."""
+    """Copy of an optimizer's step counts, learning rates and betas, to restore if an update is skipped or undone."""
 
     groups: tuple[Mapping[str, Any], ...]
     states: frozenset[Tensor]

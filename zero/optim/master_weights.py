@@ -97,7 +97,8 @@ def full_weights(
 
     ``average``: function that returns values to use in place of this rank's weights in a bucket, as a flat tensor.
 
-    Collective: one all-gather over dp for each sharded bucket, label "full state". Every rank must consume all items.
+    Collective: one all-gather over dp for each bucket with sharded parameters, masters or averages, label "full state".
+    Every rank must consume all items.
     """
     for flat in buckets:
         sync_masters(flat)

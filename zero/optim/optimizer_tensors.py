@@ -87,7 +87,7 @@ class WholeUpdates(Protocol):
 
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
         """Updates all parameters of this object except ``unused`` ones (without a gradient), in one or more rounds.
-        Repeatedly yields the names of newly updated parameters, possibly none.
+        Repeatedly yields the names of parameters that are done, with ``unused`` ones; possibly none.
 
         ``missed``: parameter name -> number of earlier updates without a gradient.
         """

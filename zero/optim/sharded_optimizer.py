@@ -259,7 +259,7 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self, scale: float) -> None:
         """Multiplies the reduced gradients by ``scale`` and updates this rank's weights. At ZeRO 1 and 2, then
-        all-gathers every bucket over dp.
+        all-gathers every bucket over dp. After :meth:`delay`, only starts the update on the host.
         """
         if self._rounding is not None:
             self._rounding.scale = scale

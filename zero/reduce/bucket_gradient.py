@@ -66,7 +66,7 @@ class BucketGradient:
             self._waits = True
 
     def forget(self) -> None:
-        """Stops waiting for the parameter's autograd node. The sum does not change; the caller completes it."""
+        """Stops waiting for the parameter's autograd node, and does not mark the sum as complete."""
         self._waits = False
 
     def all_done(self) -> None:

@@ -24,8 +24,8 @@ PLAN_CHECK = "plan check"
 
 
 class ReplicaCheck:
-    """One-time check (``parallel.check_replicas``) after the first step: the gradient of a parameter that all tensor
-    ranks store in full must be bitwise equal on them.
+    """One-time check (``parallel.check_replicas``) before the first update: the reduced gradient of a parameter that
+    all tensor ranks store in full must be bitwise equal on them.
     """
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:

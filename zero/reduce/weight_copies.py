@@ -83,8 +83,8 @@ class WeightCopies:
         """Logs on rank 0 the first weight with differing copies. Does nothing after the first log, or if ``total``, the
         sum of all digests, is 0 modulo 2^31 - 1. Every rank must call it.
 
-        Sends at most 8 bytes per weight over tp and over dp, and 16 bytes over the world, label "copies". Counts them
-        in ``sent``.
+        Sends at most 8 bytes per weight over tp and over each data axis, and 16 bytes over the world, label "copies".
+        Counts them in ``sent``.
         """
         if self._told or int(total) % _PRIME == 0:
             return

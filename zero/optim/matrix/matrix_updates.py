@@ -146,7 +146,7 @@ class MatrixUpdates:
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
         """Updates all matrices except ``unused`` ones (without a gradient) from the stored update directions. Yields
-        the names of newly updated matrices, or an empty set while a round is in progress.
+        the names of matrices that are done, with ``unused`` ones, or an empty set while a round is in progress.
 
         ``missed``: matrix name -> number of earlier updates without a gradient.
         """

@@ -15,8 +15,9 @@ ElementState = dict[nn.Parameter, dict[str, Tensor]]
 
 
 def element_state(optimizer: ShardedOptimizer, device: torch.device | None = None) -> ElementState:
-    """Returns the optimizer's moments: flat parameter of the optimizer -> moment name -> tensor; {} before the first
-    update. Encoded moments, such as in 8 bits, are decoded to copies on ``device``; others are the live tensors.
+    """Returns the optimizer's moments: flat parameter of the optimizer -> moment name -> tensor. Omits parameters
+    without state. Encoded moments, such as in 8 bits, are decoded to copies on ``device`` (default: the device of the
+    parameter); others are the live tensors.
     """
     inner = optimizer.inner
     known = [place for place in optimizer.places if place.parameter in inner.state]
