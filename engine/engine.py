@@ -44,8 +44,7 @@ ServedFunction = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 class Engine(TrainingLoop, NamedState):
-    """Training engine: a model sharded over a grid of ranks. :func:`engine.initialize` makes it; it is a context
-    manager.
+    """Training engine, a context manager: a model sharded over a grid of ranks. Made by :func:`engine.initialize`.
 
     Without an ``example_batch``, some configurations shard the model only when the first batch arrives. An engine that
     is dropped without ``close`` releases its resources when Python collects it.
