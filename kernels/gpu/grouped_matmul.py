@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.gpu.launch_shapes import EXACT, GROUP, HALF, TF32, Tile, processors
-from engine.kernels.gpu.matmul import tile_finish, tile_place, tile_product
+from engine.kernels.gpu.matmul import aligned_contiguous, tile_finish, tile_place, tile_product
 
 _ALIGNED = 16
 """Rows of a matrix are a multiple of this number of bytes."""
@@ -127,9 +127,7 @@ def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
     """
     plain = matrices.is_contiguous() and matrices.shape[2] * matrices.element_size() % _ALIGNED == 0
     lying = matrices if plain else matrices.transpose(1, 2)
-    ready = lying.is_contiguous() and not lying.data_ptr() % _ALIGNED
-    # a plain clone keeps the order of dense dims, which the kernel would read as [X, N, K]
-    return lying if ready else lying.clone(memory_format=torch.contiguous_format), not plain
+    return aligned_contiguous(lying), not plain
 
 
 def _tile_for(dtype: torch.dtype) -> Tile:

@@ -246,7 +246,7 @@ def launch_matmul(
         _matrix(a, _turned((tile.rows, tile.depth), a_transposed), tile),
         _matrix(b, _turned((tile.depth, tile.columns), b_transposed), tile),
         follows.bias,
-        None if residual is None else _matrix(_aligned(residual), part, tile),
+        None if residual is None else _matrix(aligned_contiguous(residual), part, tile),
         _matrix(kept, part, tile) if follows.keeps else None,
         _matrix(out, part, tile),
         rows, columns, depth,
@@ -259,18 +259,22 @@ def launch_matmul(
 
 
 def as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
-    """Returns ``matrix`` or its transpose for a kernel; copies it only if its memory is not 16-byte aligned.
+    """Returns ``matrix`` or its transpose for a kernel; copies it only if it is not contiguous or not 16-byte aligned.
 
     Returns:
         (``matrix``, False) if it is contiguous with rows of a multiple of 16 bytes; otherwise (its transpose, True).
     """
     plain = matrix.is_contiguous() and matrix.shape[1] * matrix.element_size() % _ALIGNED == 0
     lying = matrix if plain else matrix.t()
-    return _aligned(lying), not plain
+    return aligned_contiguous(lying), not plain
 
 
-def _aligned(matrix: Tensor) -> Tensor:
-    return matrix.clone() if matrix.data_ptr() % _ALIGNED else matrix
+def aligned_contiguous(tensor: Tensor) -> Tensor:
+    """Returns ``tensor``, or a copy if it is not contiguous or not 16-byte aligned."""
+    if tensor.is_contiguous() and not tensor.data_ptr() % _ALIGNED:
+        return tensor
+    # a plain clone keeps the order of dense dims, which a kernel would read in the order of the shape
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _turned(block: tuple[int, int], transposed: bool) -> tuple[int, int]:

@@ -31,10 +31,18 @@ GROUPED_EXPERTS = (
     Fault(
         name="a-stack-copied-in-its-own-order",
         about="A stack of experts that is stored in another order of dims is read as if it were contiguous.",
-        file="kernels/gpu/grouped_matmul.py",
-        old="lying.clone(memory_format=torch.contiguous_format)",
-        new="lying.clone()",
+        file="kernels/gpu/matmul.py",
+        old="tensor.clone(memory_format=torch.contiguous_format)",
+        new="tensor.clone()",
         tests=("tests/kernels/ops/test_grouped_product.py::test_a_kernel_reads_stacks_in_any_order_of_their_dims",),
+    ),
+    Fault(
+        name="columns-of-a-wider-matrix",
+        about="A kernel reads columns of a wider matrix as if they were contiguous.",
+        file="kernels/gpu/matmul.py",
+        old="    if tensor.is_contiguous() and not tensor.data_ptr() % _ALIGNED:",
+        new="    if not tensor.data_ptr() % _ALIGNED:",
+        tests=("tests/kernels/gpu/test_matmul.py::test_columns_of_a_wider_matrix_are_read_at_their_place",),
     ),
     Fault(
         name="grouped-rows-of-the-next-expert",

@@ -32,6 +32,13 @@ def test_every_layout_and_ragged_size(transposed: tuple[bool, bool], described: 
 
 
 @pytest.mark.parametrize("described", [True, False], ids=["TMA", "pointers"])
+def test_columns_of_a_wider_matrix_are_read_at_their_place(described: bool) -> None:
+    a, b = lying(ROWS, DEPTH, False, torch.float32), lying(DEPTH, 2 * COLUMNS, False, torch.float32)[:, COLUMNS:]
+    found, _ = launch_matmul(a, b, Follows(), tile=small(described))
+    torch.testing.assert_close(found, (a.double() @ b.double()).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("described", [True, False], ids=["TMA", "pointers"])
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_tile_is_finished_in_parts(parts: int, described: bool) -> None:
     a, b = lying(ROWS, DEPTH, False, torch.bfloat16), lying(DEPTH, COLUMNS, True, torch.bfloat16)
