@@ -127,9 +127,9 @@ class ContextProgram(Program):
         """
         if self.plan.by_work and not self.keeps_positions(trace):
             raise EngineError(
-                "a forward of these shapes passes tensors with other positions than those of its batch between "
-                "modules, unlike the example of the plan, so that pipeline stages could not place packed documents; "
-                "initialize with an example of these shapes, or set parallel.pipeline to 1."
+                "tensors between modules have other sequence positions than this batch, unlike with example_batch, but "
+                "pipeline stages need the positions of the batch for packed documents; pass a batch of these shapes as "
+                "example_batch to engine.initialize, or set parallel.pipeline to 1."
             )
 
     @property

@@ -379,9 +379,9 @@ class UserLoop:
         surplus = counts and step.microbatches >= self._accumulation
         if self._begins_microbatch() and surplus:
             raise EngineError(
-                f"backward was called for {step.microbatches + 1} microbatches; gradient_accumulation_steps is "
-                f"{self._accumulation}: call step() after each, or mark the end of a step with "
-                "eng.set_gradient_accumulation_boundary."
+                f"backward was called for {step.microbatches + 1} microbatches, but gradient_accumulation_steps is "
+                f"{self._accumulation}; call step() after microbatch {self._accumulation}, or, for longer steps, call "
+                "eng.set_gradient_accumulation_boundary(False) at first and (True) before step()."
             )
 
     def _refuse_unscaled(self, step: StepState) -> None:

@@ -100,7 +100,7 @@ def test_step_before_backward_and_too_many_backwards() -> None:
         for _ in range(4):
             eng.backward(eng(tokens[:, :-1], tokens[:, 1:])[1])
         text = message(lambda: eng.backward(eng(tokens[:, :-1], tokens[:, 1:])[1]))
-        assert text.startswith("backward was called for 5 microbatches; gradient_accumulation_steps is 4: call step()")
+        assert text.startswith("backward was called for 5 microbatches, but gradient_accumulation_steps is 4; call")
         assert "train_batch was called inside an unfinished accumulation" in message(lambda: eng.train_batch(None))
         assert eng.step() is not None, "the mistake did not spoil the step"
 

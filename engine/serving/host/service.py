@@ -200,13 +200,19 @@ class _OneEngine:
         return self._engine
 
     def create(self, model_id: str, adapter: Adapter | None) -> Engine:
-        raise PlanError("this service shares one engine; start `trine serve` for models of clients.")
+        raise PlanError(
+            f"this service cannot create model {model_id}, because engine.serve shares one engine among all clients; "
+            f'use model "{SHARED}", or start `trine serve`, under which each client creates models.'
+        )
 
     def get(self, model_id: str) -> Engine:
         return self._engine
 
     def drop(self, model_id: str) -> None:
-        raise PlanError(f"model {model_id} is shared by all clients and stays.")
+        raise PlanError(
+            f'this service cannot remove model "{model_id}", because all clients share it; leave unload_model out, or '
+            'send load_weights with "optimizer": true.'
+        )
 
     def close(self) -> None:
         """Leaves the engine to its owner."""

@@ -251,16 +251,16 @@ def output_of(parts: Any) -> Tensor:
     [
         (X, {}, "no part"),
         ((X, Y, Y), {}, "2 parts"),
-        ((X, {"y": Y}), {}, "1 part, not a tensor,"),
+        ((X, {"y": Y}), {}, "1 part that is no tensor"),
         ((X, Y), {"inputs": output_of}, "no part"),
     ],
 )
 def test_what_the_batch_does_not_tell_is_refused(batch: Any, options: dict[str, Any], found: str) -> None:
     with pytest.raises(engine.EngineError) as caught:
         losses(nn.CrossEntropyLoss(), batch, **options)
-    began = "loss_fn=CrossEntropyLoss of torch compares an output with targets, but the batch has "
-    assert str(caught.value).startswith(f"{began}{found} that forward does not get; pass a function of (output, batch)")
-    assert "loss_fn=lambda output, batch: CrossEntropyLoss(output, batch[1])" in str(caught.value)
+    began = "loss_fn=CrossEntropyLoss() of torch needs one tensor of targets that forward does not get, but the batch "
+    assert str(caught.value).startswith(f"{began}leaves {found} for the loss; pass a function such as")
+    assert "loss_fn=lambda output, batch: CrossEntropyLoss()(output, batch[1])" in str(caught.value)
 
 
 def on_grid(parallel: dict[str, int], stage: int, loss_fn: Any) -> list[tuple[float, float]]:

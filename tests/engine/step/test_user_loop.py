@@ -489,4 +489,4 @@ def test_mistakes_of_a_loop_are_sentences() -> None:
         for _ in range(2):
             eng.backward(loss_of(eng(ids), ids))
         third = loss_of(eng(ids), ids)
-        refused(third.backward, "backward was called for 3 microbatches; gradient_accumulation_steps is 2: call step")
+        refused(third.backward, "backward was called for 3 microbatches, but gradient_accumulation_steps is 2; call")
