@@ -158,8 +158,9 @@ def refuse_foreign_codes(model: nn.Module, config: Config) -> None:
         return
     if weight.parameter.dtype.is_floating_point:
         raise PlanError(
-            f"the weight {weight.name!r} of bitsandbytes is {str(weight.parameter.dtype).removeprefix('torch.')}, "
-            "which may be codes or values; load the model with bnb_4bit_quant_storage=torch.uint8, onto its device."
+            f"the bitsandbytes weight {weight.name!r} has dtype {str(weight.parameter.dtype).removeprefix('torch.')}, "
+            "so the engine cannot tell whether it is quantized already; load the model with "
+            "bnb_4bit_quant_storage=torch.uint8 and with device_map set to this rank's device."
         )
     asked = _asked(config)
     if asked is not None:

@@ -245,9 +245,9 @@ WRONG_PLANS: list[tuple[Mapping[str, str], str]] = [
     ({"blocks.*.up": "column", "*.up": "row"}, "blocks.0.up gets two styles, 'column' from 'blocks.*.up' and 'row'"),
     ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', but 'columm' is no word of a style;"),
     ({"blocks.*.up": "column rows:0-64/64-128", "blocks.*.down": "row"},
-     "the style 'column rows:0-64/64-128' of blocks.0.up lists rows for 2 tensor ranks, but tensor is 3; list the"),
+     "the style 'column rows:0-64/64-128' of blocks.0.up lists rows for 2 tensor ranks, but parallel.tensor is 3;"),
     ({"blocks.*.up": "column rows:0-64/64-100/0-1", "blocks.*.down": "row"},
-     "the rows in the style 'column rows:0-64/64-100/0-1' of blocks.0.up must cover its 128 rows exactly; list"),
+     "the style 'column rows:0-64/64-100/0-1' of blocks.0.up leaves out row 100, but must list each of the"),
 ]  # fmt: skip
 
 

@@ -183,9 +183,10 @@ def _find(trace: ModelTrace, entry: str) -> int:
     if not found:
         raise PlanError(f"parallel.split: the forward calls no unit {entry!r}; {_names_instead(trace, name)}.")
     if not number.isdecimal() or int(number) >= len(found):
+        numbers = "0" if len(found) == 1 else f"a number from 0 to {len(found) - 1}"
         raise PlanError(
-            f"parallel.split: {entry!r} names call {number} of {name!r}, which is called {len(found)} times, "
-            f"counted from 0; write a number up to {len(found) - 1}."
+            f"parallel.split: {entry!r} names call {number} of {name!r}, but the forward makes {len(found)} "
+            f"call{'s' * (len(found) > 1)} of it and the first has number 0; write {numbers} after the colon."
         )
     return found[int(number)]
 

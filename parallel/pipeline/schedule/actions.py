@@ -104,8 +104,8 @@ class Schedule:
             )
         if len(self.stages_of_rank) != len(self.per_rank):
             raise ScheduleError(
-                f"schedule {self.name} has {len(self.per_rank)} rows and stages for {len(self.stages_of_rank)} ranks; "
-                "write one row for each rank."
+                f"schedule {self.name} has actions for {len(self.per_rank)} ranks (per_rank), but stages for "
+                f"{len(self.stages_of_rank)} ranks (stages_of_rank); give both one entry for each pipeline rank."
             )
         held = Counter(stage for stages in self.stages_of_rank for stage in stages)
         wrong = sorted(stage for stage in held.keys() | set(range(self.stages)) if held[stage] != 1)

@@ -276,7 +276,7 @@ def test_a_wrong_split_is_told_the_names_that_it_could_use(
         ),
         (["blocks.2", "blocks.1"], "parallel.split: 'blocks.1' does not come after the entry before it; name calls in"),
         (["embed", "blocks.1"], "parallel.split: 'embed' is the first call of the forward; name calls in"),
-        (["blocks.1", "blocks.2:1"], "parallel.split: 'blocks.2:1' names call 1 of 'blocks.2', which is called 1 "),
+        (["blocks.1", "blocks.2:1"], "parallel.split: 'blocks.2:1' names call 1 of 'blocks.2', but the forward "),
         (["blocks.1", "blocks.2:x"], "parallel.split: 'blocks.2:x' names call x of 'blocks.2'"),
     ],
 )

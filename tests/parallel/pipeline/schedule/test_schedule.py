@@ -171,8 +171,11 @@ def test_a_wrong_file_is_one_sentence(text: str, sentence: str) -> None:
 
 
 def test_rows_must_fit_ranks() -> None:
-    sentence = "schedule x has 1 rows and stages for 2 ranks; write one row for each rank."
-    with pytest.raises(ScheduleError, match=f"^{sentence}$"):
+    sentence = (
+        "schedule x has actions for 1 ranks (per_rank), but stages for 2 ranks (stages_of_rank); give both one entry "
+        "for each pipeline rank."
+    )
+    with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}$"):
         Schedule("x", 2, 1, ((action("0F0"),),), ((0,), (1,)))
 
 
