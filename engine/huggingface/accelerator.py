@@ -76,8 +76,9 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         world = read_world()
         if world.size != self.state.num_processes:
             raise ConfigError(
-                f"the launcher has started {world.size} rank(s), and {owner} found {self.state.num_processes}; on CPUs "
-                f"set {on_cpus}=True."
+                f"the launcher has started {world.size} rank(s), but {owner} found {self.state.num_processes} "
+                f"process(es), and both numbers must be equal; on CPUs set {on_cpus}=True in {owner}, and on GPUs "
+                "start the script with torchrun."
             )
         if is_host(world.device) != is_host(self.device):
             raise ConfigError(

@@ -117,7 +117,7 @@ def test_what_codes_cannot_do_is_said() -> None:
             eng.save_pretrained("nowhere")
         with pytest.raises(EngineError, match=r"part of its parameters .* or codes \(quantize_frozen\)"):
             model.load_state_dict({})
-        with pytest.raises(EngineError, match=r"stored in nf4 \(quantize_frozen\) and was written by aten::add_"):
+        with pytest.raises(EngineError, match=r"aten::add_.*quantize_frozen has stored it in nf4"):
             model.blocks[0].up.weight.add_(1.0)
         other = engine.initialize(Model(adapter=False), BASE)
         other.train_batch(IDS)
