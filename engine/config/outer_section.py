@@ -412,8 +412,9 @@ def _check_period(outer: OuterConfig, problems: Problems) -> None:
     elif outer.delay >= max(1, outer.steps // outer.fragments) and outer.delay:
         problems.add(
             "outer.delay",
-            f"{outer.delay}, but the delay must be shorter than the {outer.steps // outer.fragments} steps between two "
-            f"pushes (outer.period divided by outer.fragments); give at most {outer.steps // outer.fragments - 1}.",
+            f"{outer.delay}, but the delay must be below {outer.steps // outer.fragments}, the number of steps between "
+            "two pushes (outer.period divided by outer.fragments); give at most "
+            f"{outer.steps // outer.fragments - 1}.",
         )
     if outer.content == "deltas":
         return

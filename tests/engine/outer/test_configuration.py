@@ -22,7 +22,7 @@ URL = "http://store:8140"
         ({"url": [URL, "http://:8140"]}, 'outer.url: "http://:8140" has no host or no valid port; give '),
         ({"url": URL, "rule": "quorum", "sites": 2, "least": 3}, "outer.least: 3 is more than outer.sites (2), so "),
         ({"url": URL, "sites": 2, "site": 2}, "outer.sites: 2, but outer.site is 2, and sites are "),
-        ({"url": URL, "period": 10, "delay": 10}, "outer.delay: 10, but the delay must be shorter than the 10 "),
+        ({"url": URL, "period": 10, "delay": 10}, "outer.delay: 10, but the delay must be below 10, the "),
     ],
 )
 def test_a_mistake_is_one_sentence(outer: Any, sentence: str) -> None:
