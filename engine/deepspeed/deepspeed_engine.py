@@ -273,7 +273,10 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             save_latest: True: writes ``tag`` into the file ``save_dir/latest``.
         """
         if save_dir is None or not os.fspath(save_dir):
-            raise EngineError(f"save_checkpoint was given save_dir {save_dir!r}; pass the folder of the run.")
+            raise EngineError(
+                f"save_checkpoint was given save_dir {save_dir!r}, which names no folder; pass the path of the folder "
+                "for the run's checkpoints."
+            )
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         counted = {"micro_steps": self.micro_steps, "client_state": client_state or {}} | self._counted.kept()
         self.engine.save_checkpoint(Path(save_dir, tag), counted, exclude_frozen_parameters).wait()

@@ -224,7 +224,7 @@ def test_a_client_state_has_strings_for_keys(tmp_path: Path) -> None:
         engine.CheckpointError, match=r"client_state has the key 1 \(int\), but keys are strings in JSON"
     ):
         eng.save_checkpoint(tmp_path, client_state={"table": [{1: "a"}]})
-    with pytest.raises(engine.EngineError, match="save_checkpoint was given save_dir ''; pass the folder of the run"):
+    with pytest.raises(engine.EngineError, match="save_checkpoint was given save_dir '', which names no folder; pass"):
         eng.save_checkpoint("")
 
 

@@ -199,8 +199,10 @@ class StepReader:
             # pieces cover a tensor once, so a number of elements proves that no element of the request is missing
             if got != want.piece.elements or got * tensor.kind.width != len(want.target):
                 raise CheckpointError(
-                    f"{self.step}: {want.tensor!r} is stored as {tensor.kind}, of which {want.piece} is no piece; "
-                    "load a checkpoint of the same model."
+                    f"{self.step} has {want.tensor!r} as {tensor.kind.dtype} of shape {list(tensor.kind.shape)[:8]}, "
+                    f"but {want.piece.elements:,} elements ({len(want.target):,} bytes) of shape "
+                    f"{list(want.piece.part.shape)[:8]} are needed; load a checkpoint of a model with equal shapes and "
+                    "dtypes."
                 )
         return {file: sorted(members, key=lambda copy: copy.start) for file, members in sorted(found.items())}
 
