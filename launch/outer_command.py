@@ -96,7 +96,10 @@ def store_config(source: str | Mapping[str, Any], overrides: list[str]) -> Confi
     raw = load_raw(source, overrides)
     outer = raw.get("outer")
     if not isinstance(outer, Mapping):
-        raise ConfigError(f'{source} has no section "outer" for the store; add {{"outer": {{...}}}}.')
+        raise ConfigError(
+            f'{source} has no section "outer", which trine outer reads; add {{"outer": {{"sites": N}}}} with the '
+            "number of sites."
+        )
     if outer.get("rule") == "hogwild":
         raise ConfigError(
             f'trine outer was given {source} with outer.rule "hogwild", but sites of this rule share memory on one '

@@ -165,9 +165,9 @@ def refuse_foreign_codes(model: nn.Module, config: Config) -> None:
     asked = _asked(config)
     if asked is not None:
         raise ConfigError(
-            f"{asked}, but the weight {weight.name!r} is stored as codes that only bitsandbytes' layers read, and only "
-            "whole; load the model without quantization_config, or call model.dequantize() before adapters are added, "
-            f'and give "quantize_frozen": {{"dtype": "{weight.instead}"}}.'
+            f"{asked}, but bitsandbytes has quantized the weight {weight.name!r}, and such a weight cannot be sharded; "
+            "load the model without quantization_config or call model.dequantize() before adapters are added, and in "
+            f'both cases set "quantize_frozen": {{"dtype": "{weight.instead}"}}.'
         )
     if config.checkpoint.frozen:
         raise ConfigError(

@@ -147,8 +147,8 @@ class ForwardInputs:
             return tuple(microbatch[name] for name in names)
         except (KeyError, IndexError, TypeError) as error:
             raise EngineError(
-                f"inputs names {', '.join(map(repr, names))}, but the batch {_described(microbatch)}; name keys or "
-                "indices of the batch."
+                f"the argument inputs lists {', '.join(map(repr, names))}, but the batch {_described(microbatch)}; "
+                "list only keys or indices that the batch has."
             ) from error
 
     def _matching(self, microbatch: Mapping[str, Any]) -> Batch:

@@ -161,7 +161,7 @@ def _check_path(path: object, known: set[str], problems: Problems) -> None:
     plain = _INDEX.sub("", path) if isinstance(path, str) else ""
     if plain in known:
         if plain in _OWN:
-            problems.add(plain, "each trial of a sweep has its own; leave it out of space.")
+            problems.add(plain, 'the sweep sets this key itself for each trial; leave it out of "space".')
         return
     parent, _, key = plain.rpartition(".")
     level = [each.rpartition(".")[2] for each in sorted(known) if each.rpartition(".")[0] == parent]

@@ -137,6 +137,6 @@ def _check_settings(folder: Path, first: Event, settings: Mapping[str, Any], num
     for name, value in {**settings, "number of the store": number}.items():
         if name not in _MAY_CHANGE and known.get(name) != value:
             raise CheckpointError(
-                f'{folder} was written with "{name}" {known.get(name)!r}, but the configuration has {value!r}; give '
-                "another folder, or the configuration of before."
+                f'{folder} was written with "{name}" {known.get(name)!r}, but the configuration has {value!r}; set it '
+                "back to the first value, or give another folder."
             )

@@ -197,9 +197,9 @@ def test_what_needs_more_than_whole_weights_is_refused(changes: dict[str, Any], 
         with pytest.raises(engine.ConfigError) as caught:
             refuse_foreign_codes(model(weight), config)
         assert str(caught.value) == (
-            f"{asked}, but the weight '0.weight' is stored as codes that only bitsandbytes' layers read, and only "
-            "whole; load the model without quantization_config, or call model.dequantize() before adapters are added, "
-            f'and give "quantize_frozen": {{"dtype": "{format}"}}.'
+            f"{asked}, but bitsandbytes has quantized the weight '0.weight', and such a weight cannot be sharded; "
+            "load the model without quantization_config or call model.dequantize() before adapters are added, and in "
+            f'both cases set "quantize_frozen": {{"dtype": "{format}"}}.'
         )
 
 

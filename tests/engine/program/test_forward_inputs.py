@@ -98,9 +98,19 @@ def test_the_user_states_it(stated: Inputs, batch: Any, expected: Any) -> None:
         (Optional(), (1, 2), None, "forward takes 1 to 2 (x, mask), so its inputs are ambiguous"),
         (Keywords(), (1, 2), None, "pass inputs=(0,) to engine.initialize for the first part only"),
         (One(), {"ids": 1}, None, "the batch has the keys 'ids', but forward takes x; name the keys as forward does"),
-        (One(), (1, 2), (0, 5), "inputs names 0, 5, but the batch has 2 parts; name keys or indices of the batch."),
-        (One(), {"x": 1}, "y", "inputs names 'y', but the batch has the keys 'x'; name keys or indices of the batch."),
-        (One(), (1, 2), "y", "inputs names 'y', but the batch has 2 parts"),
+        (
+            One(),
+            (1, 2),
+            (0, 5),
+            "inputs lists 0, 5, but the batch has 2 parts; list only keys or indices that the batch has.",
+        ),
+        (
+            One(),
+            {"x": 1},
+            "y",
+            "inputs lists 'y', but the batch has the keys 'x'; list only keys or indices",
+        ),
+        (One(), (1, 2), "y", "the argument inputs lists 'y', but the batch has 2 parts"),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused(model: nn.Module, batch: Any, stated: Inputs | None, words: str) -> None:

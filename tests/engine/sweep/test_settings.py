@@ -44,7 +44,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "own path": (
         {"space": {"checkpoint.folder": {"choices": ["a"]}}},
-        "checkpoint.folder: each trial of a sweep has its own; leave it out of space.",
+        'checkpoint.folder: the sweep sets this key itself for each trial; leave it out of "space".',
     ),
     "empty space": ({"space": {}}, "space: {} has no key to change; give {"),
     "no space": ({"space": None}, "space: null is no value; give {"),
