@@ -247,7 +247,7 @@ def _tensor_lines(plan: Plan) -> dict[str, str]:
     shown = len(plan.tensor.shown)
     counts += [f"{shown} parameter{'s' * (shown > 1)} through views"] * bool(shown)
     gathers = any(row.label == LOGITS for tally in plan.tensor_traffic.values() for row in tally.rows())
-    extra = "; the model's own loss gathers the logits" if gathers else ""
+    extra = "; the loss gathers the logits" if gathers else ""
     whole = sum(row.elements * row.dtype.itemsize for row in plan.table if row.name not in plan.tensor.parameters)
     lines = [
         f"{plan.config.tp} ranks shard the layers ({', '.join(counts) or 'no layer is sharded'}{extra}), "
