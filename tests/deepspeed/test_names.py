@@ -124,6 +124,8 @@ def test_checkpoints_have_tags_and_client_state(tmp_path: Path) -> None:
     assert eng.save_checkpoint(tmp_path, tag="best", client_state={"epoch": 3})
     assert eng.save_16bit_model(tmp_path, "pytorch_model.bin")
     assert torch.equal(load_file(tmp_path / "pytorch_model.safetensors")["0.bias"], eng.module.get_parameter("0.bias"))
+    (new := tmp_path / "new").touch()
+    assert (tmp_path / "pytorch_model.safetensors").stat().st_mode == new.stat().st_mode, "others may read the weights"
     before = {name: value.clone() for name, value in eng.module.state_dict().items()}
     eng.destroy()
     eng, *_ = deepspeed.initialize(model=net(), config=CONFIG)
