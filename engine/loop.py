@@ -234,5 +234,6 @@ class TrainingLoop:
             raise EngineError(
                 f"{call} with parallel.pipeline {self._parts.config.pp}: forwards and backwards of all stages are one "
                 "schedule, and no single stage has the output; call train_batch(batch) or eval_batch(batch), or, for "
-                "your own loop, eng.open_pipeline() first."
+                "your own loop, eng.open_pipeline() first (under engine.deepspeed: model_engine.train_batch(data_iter) "
+                "or model_engine.eval_batch(data_iter), or model_engine.engine.open_pipeline() first)."
             )
