@@ -386,6 +386,11 @@ def check_scheduler(scheduler: SchedulerArgument | None, optimizer: object) -> N
         )
 
 
+def schedule_words(scheduler: SchedulerArgument | None) -> str:
+    """Returns words for the user's ``scheduler``: its attribute ``words``, or "schedule given in code"; "" for None."""
+    return "" if scheduler is None else str(getattr(scheduler, "words", "schedule given in code"))
+
+
 _METRIC = (
     "a ReduceLROnPlateau, which needs a metric at each step; pass a schedule of the step alone, or set the lr of "
     "eng.optimizer's groups yourself."

@@ -396,8 +396,8 @@ def _traffic_line(rank: RankPlan) -> str:
 def _optimizer_line(plan: Plan) -> str:
     optimizer, scheduler = plan.config.optimizer, plan.config.scheduler
     kind = _optimizer_words(plan.config) if optimizer and plan.moments is not None else "given in code"
-    unknown = {True: "schedule given in code", False: "constant lr", None: "constant lr or given in code"}
-    schedule = scheduler.type if scheduler else unknown[plan.own_schedule]
+    unknown = {"": "constant lr", None: "constant lr or given in code"}
+    schedule = scheduler.type if scheduler else plan.own_schedule or unknown[plan.own_schedule]
     return f"{kind}, {len(plan.groups)} group{'s' * (len(plan.groups) > 1)}, {schedule}"
 
 
