@@ -124,7 +124,7 @@ class FullState:
         if here == stage:
             whole = self._over_holders(row, held.get(row.name))
         if stage and self._comm.grid.is_first("stage"):
-            dtype = self._dtype(row)
+            dtype = self.widest_dtype(row)
             dtype = average_dtype(dtype) if averaged and row.trainable else dtype
             whole = self._to_first_stage(whole, row.shape, dtype, stage)
         return whole
@@ -132,14 +132,14 @@ class FullState:
     def _values(self, row: ShardRow, part: Tensor) -> Tensor:
         """Returns the values of this rank's part, decoded if the rank stores codes."""
         codes = row.quantized_shape(self._comm.grid.holder())
-        return part if codes is None else dequantize(part, codes, self._dtype(row))
+        return part if codes is None else dequantize(part, codes, self.widest_dtype(row))
 
     def _over_holders(self, row: ShardRow, given: Tensor | None) -> Tensor:
         """Returns the full row, from the elements of all tensor and expert ranks that shard it; None: here are none."""
         grid = self._comm.grid
         here = grid.holder()
         shape = row.local_shape(here)
-        part = torch.zeros(shape, dtype=self._dtype(row)) if given is None else self._values(row, given)
+        part = torch.zeros(shape, dtype=self.widest_dtype(row)) if given is None else self._values(row, given)
         if row.dim is not None and grid.tp > 1:
             shapes = [row.local_shape(here._replace(tp=index)) for index in range(grid.tp)]
             part = assemble(self._from_all(part, shapes, "tp"), ParameterCut(row.dim, row.ranges))
@@ -171,7 +171,7 @@ class FullState:
             self._comm.receive(tensor, state_link(stage, 0), LABEL).wait()
         return tensor
 
-    def _dtype(self, row: ShardRow) -> torch.dtype:
+    def widest_dtype(self, row: ShardRow) -> torch.dtype:
         """Returns the widest dtype that the row is stored in."""
         precision = self._plan.precision
         if row.trainable:

@@ -78,11 +78,9 @@ def _shapes(run: RunState) -> dict[str, tuple[int, ...]]:
 
 def _kinds(run: RunState) -> dict[str, TensorKind]:
     """Returns dtype and shape of the sent tensors, equal on every rank."""
-    precision, kinds = run.runtime.plan.precision, {name: kind_of(buffer) for name, buffer in run.buffers.items()}
+    kinds = {name: kind_of(buffer) for name, buffer in run.buffers.items()}
     for row in run.runtime.plan.table:
-        name = str(row.dtype).removeprefix("torch.")
-        dtype = (precision.widths(name).master if row.trainable else None) or row.dtype
-        kinds[f"param/{row.name}"] = kind_of(torch.empty(0, dtype=dtype), row.shape)
+        kinds[f"param/{row.name}"] = kind_of(torch.empty(0, dtype=run.full_state.widest_dtype(row)), row.shape)
     return kinds
 
 

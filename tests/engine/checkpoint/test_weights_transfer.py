@@ -99,6 +99,21 @@ def masters_differ() -> float:
         return max(float((own[name] - value).abs().max()) for name, value in theirs.items())
 
 
+@pytest.mark.parametrize("bf16", [{"enabled": True}, {"enabled": True, "bf16_master_weights_and_grads": True}])
+def test_weights_in_the_dtype_of_the_forward_are_taken(bf16: dict[str, Any]) -> None:
+    """Frozen weights have no masters, and without masters no weight has the dtype of the model."""
+    engines = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8).requires_grad_(False), torch.nn.Linear(8, 8))
+        config = {"train_batch_size": 2, "bf16": bf16, "optimizer": {"type": "AdamW"}}
+        engines.append(engine.initialize(model, config, lambda output, _: output.sum(), example_batch=torch.ones(2, 8)))
+    with engines[0] as policy, engines[1] as follower:
+        follower.copy_weights_from(policy)
+        theirs, own = policy.full_state_dict(), follower.full_state_dict()
+        assert theirs.keys() == own.keys() and all(torch.equal(own[name], theirs[name]) for name in theirs)
+
+
 def test_another_model_is_refused() -> None:
     config = settings({"data": 1}, 0)
     small, large = models.decoder(), models.decoder(layers=3)
