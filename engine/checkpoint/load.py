@@ -288,7 +288,13 @@ class Loader:
     def _read_one(self, name: str, part: Part, target: Tensor) -> None:
         values = torch.empty(target.shape, dtype=torch_dtype(self._kinds[name]))
         self.source.read([ReadRequest(self._stored(name), part.whole(), as_bytes(values))])
-        target.copy_(values)
+        _overwrite(target, values)
+
+
+def _overwrite(target: Tensor, values: Tensor) -> None:
+    """Copies ``values`` into ``target``, which may be expanded: such dims have one element in memory."""
+    once = tuple(slice(None) if stride else slice(1) for stride in target.stride())
+    target[once].copy_(values[once])
 
 
 @torch.no_grad()
@@ -307,7 +313,7 @@ def read_unplaced(source: TensorSource, model: nn.Module) -> None:
             continue
         values = torch.empty(target.shape, dtype=torch_dtype(kinds[stored]))
         source.read([ReadRequest(stored, Part(tuple(target.shape)).whole(), as_bytes(values))])
-        target.copy_(values)
+        _overwrite(target, values)
 
 
 def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
