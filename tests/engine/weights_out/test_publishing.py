@@ -68,6 +68,29 @@ def test_a_load_waits_for_the_copy_of_a_version(tmp_path: Path, monkeypatch: pyt
         assert all(torch.equal(values, expected[key].view(-1)) for key, values in seen.items())
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_frozen_weights_that_were_loaded_are_published_again(quantized: bool) -> None:
+    example = torch.ones(4, 64)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64).requires_grad_(False), torch.nn.Linear(64, 64))
+    config = {
+        **CONFIG, "weights_out": {"frozen": True}, "checkpoint": {"frozen": False},
+        "quantize_frozen": {"dtype": "int8"} if quantized else None,
+    }  # fmt: skip
+    with engine.initialize(model, config, lambda output, _: output.sum(), example) as eng:
+        reader = WeightReader(eng.publish_weights().url)
+        live = empty_targets(reader.geometry(), 0, 1)
+        receiver = WeightReceiver(reader, live)
+        receiver.update()
+        eng.load_full_state_dict({key: torch.full_like(each, 3) for key, each in eng.full_state_dict().items()})
+        eng.publish_weights()
+        receiver.update()
+        assert all((target.values == 3).all() for target in live.values())
+        publisher: Any = eng._parts.publisher
+        copied = publisher.copied
+        eng.publish_weights()
+        assert publisher.copied - copied == 4 * (64 * 64 + 64), "frozen weights are not copied again"
+
+
 def test_a_failure_of_the_copy_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*given: Any) -> None:
         raise MemoryError("no memory")
