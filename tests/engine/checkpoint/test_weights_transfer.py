@@ -130,7 +130,7 @@ class Replacing(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = torch.ones(5) if self.grows else self.seen.double() + 1
-        return self.layer(x)
+        return torch.nn.functional.linear(x, self.layer.weight)
 
 
 def replaced(grows: bool, world: World) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -131,7 +131,7 @@ class Pair(NamedTuple):
 
 
 def test_a_named_tuple_is_filled_up() -> None:
-    options: LoaderOptions = {"epochs": 1, "at_end": "joined", "collate": lambda rows: Pair(*[torch.stack(rows)] * 2)}
+    options: LoaderOptions = {"epochs": 1, "at_end": "joined", "collate": lambda rows: Pair(*[torch.tensor(rows)] * 2)}
     (batch,) = loaders([torch.tensor(4)], 1, 2, 1, options)[0]
     assert isinstance(batch, Pair) and (batch.ids.tolist(), batch.labels.tolist()) == ([4, 4], [4, -100])
 
