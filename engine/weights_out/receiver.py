@@ -253,8 +253,9 @@ def check_targets(geometry: Geometry, targets: Mapping[str, Target], architectur
             )
         if target.values.numel() != target.piece.elements:
             raise EngineError(
-                f"{key!r} has {target.values.numel():,} elements in the receiver, and its part of the tensor has "
-                f"{target.piece.elements:,}; allocate the tensor for its part."
+                f"the receiver's target {key!r} has {target.values.numel():,} elements in Target.values, but "
+                f"Target.piece describes {target.piece.elements:,}; allocate Target.values with "
+                f"{target.piece.elements:,} elements."
             )
     for key in geometry.served:
         if key not in targets:

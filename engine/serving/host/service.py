@@ -210,8 +210,9 @@ class _OneEngine:
 
     def drop(self, model_id: str) -> None:
         raise PlanError(
-            f'this service cannot remove model "{model_id}", because all clients share it; leave unload_model out, or '
-            'send load_weights with "optimizer": true.'
+            f'unload_model, or load_weights without "optimizer": true, would remove model "{model_id}", which all '
+            'clients of this service share; leave unload_model out, or send load_weights with "optimizer": true to '
+            "load weights and optimizer state into the existing model."
         )
 
     def close(self) -> None:
