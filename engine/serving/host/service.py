@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from types import FrameType
 from typing import Any, Final
 
@@ -238,7 +238,10 @@ def _signals_to(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
     try:
         renew()
     except ValueError as error:
-        raise EngineError("a service runs in the main thread of its process; call it there.") from error
+        raise EngineError(
+            f"engine.serve was called in the thread {current_thread().name!r}, but it handles signals, and Python "
+            "allows this in the main thread only; call engine.serve in the main thread of each rank."
+        ) from error
     try:
         yield renew
     finally:
