@@ -11,6 +11,8 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     RandomSampler,
+    Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     get_worker_info,
@@ -141,6 +143,20 @@ def in_one_row(rows: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"labels": torch.cat([*rows]).long()[None]}
 
 
+class Endless(Sampler[int]):
+    """Order without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(int, 1)
+
+
+class Backwards(SequentialSampler):
+    """Order of its own, in a subclass of torch's sampler."""
+
+    def __iter__(self) -> Iterator[int]:
+        return reversed(range(len(self)))
+
+
 def test_a_dataloader_is_taken_apart() -> None:
     data = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
     (eng,) = made_for(1, micro=2, accumulation=1)
@@ -155,7 +171,7 @@ def test_a_dataloader_is_taken_apart() -> None:
         loader(DataLoader(data, 3), eng)
     part = SubsetRandomSampler([1, 2])
     drawn = RandomSampler(data, replacement=True)
-    for sampler in (part, drawn):
+    for sampler in (part, drawn, Endless(), Backwards(data)):
         with pytest.raises(EngineError, match=rf"has a {type(sampler).__name__}, whose order"):
             loader(DataLoader(data, 2, sampler=sampler), eng)
 
