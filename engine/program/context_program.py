@@ -127,9 +127,9 @@ class ContextProgram(Program):
         """
         if self.plan.by_work and not self.keeps_positions(trace):
             raise EngineError(
-                "tensors between modules have other sequence positions than this batch, unlike with example_batch, but "
-                "pipeline stages need the positions of the batch for packed documents; pass a batch of these shapes as "
-                "example_batch to engine.initialize, or set parallel.pipeline to 1."
+                "for this batch, parallel.context divides a tensor between modules at other sequence positions than "
+                "the batch itself, and pipeline stages support such a tensor only if example_batch has one too; pass a "
+                "batch of these shapes as example_batch to engine.initialize, or set parallel.pipeline to 1."
             )
 
     @property
