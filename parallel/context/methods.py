@@ -162,6 +162,7 @@ def context_attention(context: "AttendingContext", func: Function, *args: Any, *
         NoRuleError: another dim than S is sharded, or keys and values are sharded differently.
     """
     query, key, value, mask, options = attention_arguments(args, options)
+    mask = mask.kept() if type(mask) is TensorRecipe else mask
     own, theirs = layout_of(query).sets, layout_of(key).sets
     if own[-2] is None and theirs[-2] is None:
         return attention_rule(context, func, query, key, value, mask, **options)
@@ -303,7 +304,7 @@ def _content_of(mask: Tensor) -> tuple[int, int]:
     """Returns a key of a mask's content, which code may write in place between two attentions."""
     held: Tensor | None = mask
     while held is not None and type(held) is not Tensor:
-        held = held.local if type(held) is GlobalTensor else held.made if type(held) is TensorRecipe else None
+        held = held.local if type(held) is GlobalTensor else None
     return id(mask), 0 if held is None or held.is_inference() else held._version
 
 
