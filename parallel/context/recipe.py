@@ -149,7 +149,9 @@ class TensorRecipe(Tensor):
             return found
         for each in _recipes_in((args[:1] if writes_in_place(function_name(func)) else (), kwargs.get("out"))):
             each.show()
-        made, held = func(*_made(args), **_made(kwargs)), [one for one in _recipes_in((args, kwargs)) if not one.shown]
+        made = func(*_made(args), **_made(kwargs))
+        # a part that code takes from a mask is computed alone, and is then a copy
+        held = [one for one in _recipes_in((args, kwargs)) if not one.shown and _viewed(one) is None]
         memories = {_memory(leaf) for leaf in pytree.tree_leaves(made, is_leaf=_is_tensor) if type(leaf) is Tensor}
         if all(_memory(one.whole()) not in memories for one in held):
             return made
@@ -182,7 +184,7 @@ def _recipes_in(tree: Any) -> list[TensorRecipe]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _viewed(recipe: TensorRecipe) -> TensorRecipe | None:
