@@ -127,7 +127,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, Tensor, None]:
-        refuse_second_derivatives()
+        refuse_second_derivatives("cp")
         _ = ctx.saved_tensors
         return ctx.sent.backward(grad, ctx.device), torch.zeros((), device=ctx.device), None
 

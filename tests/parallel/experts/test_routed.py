@@ -223,6 +223,19 @@ def test_the_host_reads_the_table_of_counts_alone(chosen: int, monkeypatch: pyte
     assert tables == [(2, 5)] * 2
 
 
+def test_second_derivatives_are_refused_on_all_ranks() -> None:
+    def body(comm: Comm) -> str:
+        module, part = shared(comm, 4), given(drawn(5, 4, 2, comm.grid.rank), comm.grid.rank)
+        x = part.x.requires_grad_()
+        y = module(x, part.numbers, part.weights)
+        with pytest.raises(EngineError) as caught:
+            torch.autograd.grad((y * x.square()).sum(), x, create_graph=True)
+        return str(caught.value)
+
+    first, second = on_expert_ranks(2, body)
+    assert first == second and first.endswith("set parallel.expert to 1.")
+
+
 def test_arguments_of_other_shapes_are_refused_before_anything_is_sent() -> None:
     def body(comm: Comm) -> str:
         module = shared(comm, 4)
