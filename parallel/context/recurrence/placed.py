@@ -203,6 +203,7 @@ def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTen
         local = x.local.narrow(dim, place, stop - start)
     else:
         local = _meta(shape, x.dtype, x.requires_grad)
+    state_of(x).relay.join(x.local)
     made = PlacedTensor.place(local, context, (rank, state_of(x).next_age()), x.device)
     made.sliced = True
     return made

@@ -17,7 +17,7 @@ from engine.planning.plan import build_plan
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 from engine.verify import verify
-from tests.parallel.context.recurrent_models import FAMILIES, OWN, WIDTH, Sequences, batches
+from tests.parallel.context.recurrent_models import FAMILIES, OWN, WIDTH, batches
 from tests.parallel.context.test_context_training import check_parity, config_of
 from tests.parallel.context.test_nested_axes import GRIDS
 from tests.planned_traffic import traffic_differs
@@ -53,23 +53,6 @@ def test_families_with_recurrences_train_as_one_process(family: str, layout: str
 @pytest.mark.parametrize("layout", ["cp2", wide("cp4")])
 def test_a_reset_in_place_at_a_border_reaches_the_next_rank(layout: str) -> None:
     check_parity(OWN["reset in place"], batches(documents=(0, 18)), layout)
-
-
-def _measured(model: Any, x: Any, _: Tensor) -> Any:
-    """A state that a measure without a gradient reads first."""
-    value, outputs = model.value(x), list[Any]()
-    state = value[:, 0]
-    for place in range(1, x.shape[1]):
-        with torch.no_grad():
-            scale = 1 / (1 + (state * value[:, place]).abs().mean(-1, keepdim=True))
-        state = scale * state + value[:, place]
-        outputs.append(state)
-    return torch.stack([value[:, 0], *outputs], 1)
-
-
-def test_a_state_that_was_sent_without_a_gradient_is_sent_again_with_one() -> None:
-    result = verify(partial(Sequences, _measured), config_of(CP), batches(4, 8), None, threads=2)
-    assert result is not None and result.holds(), str(result)
 
 
 @pytest.mark.parametrize("mode", [wide("full"), wide("selective")])
