@@ -56,11 +56,11 @@ def _check(source: RunState, target: RunState) -> None:
         raise EngineError(
             f"copy_weights_from: the engines run on {sizes[0]} and {sizes[1]} ranks; start both on the same ranks."
         )
-    for run, which in ((source, "other"), (target, "own")):
+    for run, which in ((source, "the other"), (target, "this")):
         if any(row.quantized is not None for row in run.runtime.plan.table):
             raise EngineError(
-                f"copy_weights_from: the {which} engine stores frozen weights as codes (quantize_frozen), but only "
-                "values can be copied; build both engines with the base in full."
+                f"copy_weights_from: {which} engine stores frozen weights in 8 or 4 bits (quantize_frozen), but only "
+                "unquantized weights can be copied; leave quantize_frozen out of the configurations of both engines."
             )
     theirs, own = (_shapes(run) for run in (source, target))
     for name in sorted(theirs.keys() ^ own.keys() | {name for name in own if theirs.get(name) != own[name]}):

@@ -178,8 +178,8 @@ def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
     """Returns the options of a DataLoader, also of torchdata's stateful one; its order must be resumable."""
     if given.batch_size != micro:
         raise EngineError(
-            f"the DataLoader has batch_size = {given.batch_size}, and train_micro_batch_size_per_gpu is {micro}; the "
-            "engine cuts the rows. Make them equal, or pass the dataset itself."
+            f"the DataLoader has batch_size {given.batch_size}, but train_micro_batch_size_per_gpu is {micro}, and the "
+            f"two must be equal; create the DataLoader with batch_size={micro}, or pass its dataset instead."
         )
     if getattr(given, "next_iter_state", None) is not None:  # of torchdata's StatefulDataLoader
         raise own_state(given)
@@ -189,7 +189,7 @@ def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
         if shuffle is None:
             raise EngineError(
                 f"the DataLoader has a {type(given.sampler).__name__}, whose order the loader cannot resume on another "
-                "grid. Pass the dataset, with shuffle=True or in its own order."
+                "grid; pass the dataset instead, in its own order or with shuffle=True."
             )
         taken["shuffle"] = shuffle
     if given.drop_last:

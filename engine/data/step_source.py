@@ -340,9 +340,11 @@ def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[Data
 
 def own_state(given: Any) -> EngineError:
     """Returns the error for ``given``, a dataset or DataLoader on which the script called ``load_state_dict``."""
+    kind = type(given).__name__
     return EngineError(
-        f"the {type(given).__name__} has its own state, from load_state_dict, but the loader counts samples from the "
-        "beginning. Pass it without that state, and load the loader's: eng.register_for_checkpointing(data=loader)."
+        f"the {kind} was loaded with load_state_dict, but engine.data.loader counts samples from the beginning. Pass a "
+        f"new {kind}, and restore the position with batches = engine.data.loader(...), "
+        "eng.register_for_checkpointing(data=batches) and eng.load_checkpoint(...)."
     )
 
 

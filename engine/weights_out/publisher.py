@@ -111,8 +111,9 @@ class WeightPublisher:
             self._token = read_secret(settings.token_file, TOKEN_VARIABLE, "weights_out.token_file")
             if not self._token and not is_loopback(settings.host):
                 raise ConfigError(
-                    f"weights_out.host: {settings.host} serves other hosts, and without a token only its own may read "
-                    f"weights; set {TOKEN_VARIABLE} or weights_out.token_file, or leave weights_out.host out."
+                    f"weights_out.host: {settings.host} lets other hosts connect, and they may read weights only with "
+                    f"a token; set the environment variable {TOKEN_VARIABLE} or the key weights_out.token_file, or "
+                    "leave weights_out.host out."
                 )
             port = settings.port + self._rank if settings.port else 0
             try:

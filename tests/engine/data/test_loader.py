@@ -126,7 +126,7 @@ def test_a_dataloader_is_taken_apart() -> None:
     assert plain.state_dict()["shuffle"] == 0 and shuffled.state_dict()["shuffle"] == 1
     own: DataLoader[Any] = DataLoader(data, 2, collate_fn=len, num_workers=2, drop_last=True)
     assert next(loader(own, eng, workers=0)) == 2
-    with pytest.raises(EngineError, match="batch_size = 3, and train_micro_batch_size_per_gpu is 2"):
+    with pytest.raises(EngineError, match="batch_size 3, but train_micro_batch_size_per_gpu is 2"):
         loader(DataLoader(data, 3), eng)
     part = SubsetRandomSampler([1, 2])
     drawn = RandomSampler(data, replacement=True)

@@ -160,7 +160,7 @@ def different(name: str) -> dict[str, Target]:
         ("missing", "the trainer publishes 'layers.1.scale', which the receiver lacks"),
         ("dtype", r"'embed.weight' is F32 \[301, 96\] in the trainer and BF16 \[301, 96\] in the receiver"),
         ("shape", r"'embed.weight' is F32 \[301, 96\] in the trainer and F32 \[300, 96\] in the receiver"),
-        ("part", "'embed.weight' has 96 elements in the receiver, and its part of the tensor has 28,896"),
+        ("part", "target 'embed.weight' has 96 elements in Target.values, but Target.piece describes 28,896; allocate"),
     ],
 )
 def test_another_model_is_refused_by_name(name: str, message: str) -> None:
