@@ -38,6 +38,7 @@ Function = Callable[..., Any]
 
 
 def functions_named(names: str) -> frozenset[Function]:
+    """Returns the functions of torch and of tensors with ``names``, which spaces separate."""
     return frozenset(
         getattr(owner, name) for name in names.split() for owner in (torch, Tensor) if hasattr(owner, name)
     )
