@@ -446,6 +446,6 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
 def _refuse_load_fn(call: str, custom_load_fn: Any) -> None:
     if custom_load_fn is not None:
         raise EngineError(
-            f"{call}(custom_load_fn=...): weights are read by name into their places; read the file yourself, and pass "
-            "the renamed weights to load_module_state_dict."
+            f"{call} was given custom_load_fn, but the engine loads each weight only into the parameter with the same "
+            "name; rename the weights in a dict, and pass the dict to load_module_state_dict without custom_load_fn."
         )

@@ -180,8 +180,9 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         if (copies := self.grid.size("replica")) > 1:
             raise ConfigError(
-                f"split_between_processes would pass different inputs to the {copies} ranks of a replica; use "
-                "inputs[accelerator.process_index :: accelerator.num_processes]."
+                f"split_between_processes would pass different inputs to the {copies} ranks of a replica, but these "
+                "ranks need equal inputs; use inputs[accelerator.process_index :: accelerator.num_processes], because "
+                "process_index counts replicas here, not ranks."
             )
         with super().split_between_processes(inputs, apply_padding) as part:
             yield part

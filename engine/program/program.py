@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError, first_line
 from engine.kernels.device import PinnedCopies
-from engine.parallel.context.recipe import masks_by_recipe
+from engine.parallel.context.recipe_mode import masks_by_recipe
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.precision.dtypes import Precision
 from engine.program.batch import Batch, call_model, cast_floats, map_tensors, tensors_by_path

@@ -399,8 +399,8 @@ class UserLoop:
         first, forwarded = self._begins_microbatch(), self.state is LoopState.FORWARDED
         if self._losses and not first and (pair != self._pairs or (pair and not forwarded)):
             raise EngineError(
-                "a microbatch has a second loss, and one of them is (sum, weight); add them before one backward, or "
-                "give means, which the engine adds."
+                "backward was called again in one microbatch, but the engine adds no other loss to a loss (sum, "
+                "weight); call eng.backward once with (sum of all losses, weight), or give means only."
             )
         if not self._control.managed:
             if pair:

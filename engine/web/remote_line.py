@@ -118,7 +118,7 @@ class RemoteLine:
         if len(reply.tensors) > 1:
             raise RemoteError(
                 f"{self.url}{path} replied with {len(reply.tensors)} tensors, but this call returns at most one; call "
-                f"post({path!r}, tensors) of RemoteLine (line of a RemoteModel) for several."
+                f'remote_model.line.post({path!r}, {{"0": tensor}}), and read all tensors from its result.tensors.'
             )
         return next(iter(reply.tensors.values()), None)
 

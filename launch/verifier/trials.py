@@ -151,11 +151,15 @@ def _token_rows(vocabulary: int) -> Batch:
 def _check_rows(rows: Batch, name: str) -> None:
     tensors = [leaf for leaf in tree_leaves(rows) if isinstance(leaf, Tensor)]
     lengths = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
-    if len(lengths) != 1 or lengths <= {0, 1} or any(tensor.is_meta for tensor in tensors):
+    if len(lengths) != 1 or lengths <= {0, 1}:
         raise PlanError(
-            f"MODEL {name} returns rows in tensors with the sizes {sorted(lengths)} of dim 0, but trine verify needs "
-            "at least two rows, the same number in every tensor, and values, which meta tensors do not have; return "
-            "(module, rows) with such rows."
+            f"MODEL {name} returns rows whose tensors have the sizes {sorted(lengths)} in dim 0, but trine verify "
+            "needs the same size, at least 2, in every tensor; return (module, rows) with two rows or more."
+        )
+    if any(tensor.is_meta for tensor in tensors):
+        raise PlanError(
+            f"MODEL {name} returns rows on the meta device, but trine verify trains on their values; create the rows "
+            "on the CPU, and return (module, rows)."
         )
 
 

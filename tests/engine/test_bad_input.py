@@ -322,7 +322,8 @@ def ends_early() -> tuple[str, float]:
 def test_iterator_that_ends_early_on_one_rank_stops_all(run_ranks: RunRanks) -> None:
     (first, loss), (second, same) = run_ranks(ends_early, 2)
     assert (
-        first.startswith("rank 1 (") and "so no rank makes it; see the error of the rank that failed: Engine" in first
+        first.startswith("rank 1 (")
+        and "so no rank updated its weights; see the error of the rank that failed: Engine" in first
     )
     assert second.startswith(
         "the iterator ended after 2 of 4 microbatches; a step needs gradient_accumulation_steps = 4"

@@ -69,8 +69,8 @@ class TorchTensor:
         self.check_row(tensor)
         if not 0 <= first <= first + piece.elements <= self.kind.elements:
             raise CheckpointError(
-                f"{self.path}: {tensor} needs elements {first} to {first + piece.elements} of {self.kind.elements}: "
-                f"the file is damaged; {COPY_AGAIN}"
+                f"{self.path} is damaged: {tensor} ends at element {first + piece.elements:,} of a saved tensor, but "
+                f"the saved tensor has only {self.kind.elements:,} elements; {COPY_AGAIN}"
             )
         return FileSpan(self.path, self.start + first * self.kind.width, piece)
 
@@ -165,7 +165,10 @@ class _Entries:
         """Returns the bytes of a small entry."""
         entry = self._entry(name)
         if entry.file_size > LIMIT:
-            raise CheckpointError(f"{self._path} is damaged: {name} has {entry.file_size:,} bytes; {COPY_AGAIN}")
+            raise CheckpointError(
+                f"{self._path} is damaged: its entry {name!r} has {entry.file_size:,} bytes, but at most {LIMIT:,} are "
+                f"read; {COPY_AGAIN}"
+            )
         return self._archive.read(entry)
 
     def storage(self, persistent: Any) -> _Storage:

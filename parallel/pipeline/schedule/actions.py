@@ -69,7 +69,10 @@ class Action(NamedTuple):
         """
         found = _TOKEN.fullmatch(token)
         if found is None:
-            raise ScheduleError(f"{token!r} is not an action; write stage, F, B, I or W, and microbatch, such as 2F5.")
+            raise ScheduleError(
+                f"{token!r} is not an action; write the number of the stage, then one of the letters F, B, I and W, "
+                "then the number of the microbatch, such as 2F5."
+            )
         return cls(Op(found[2]), int(found[1]), int(found[3]))
 
 

@@ -115,8 +115,9 @@ class _Cutting:
             noun = "inputs" if kind == "row" else "outputs" if kind else f"rows of dim {target.dim}"
             if size % (unit * parts):
                 raise PlanError(
-                    f"{name} has {size} {noun}, but its style {style.text!r} needs {parts} equal parts of whole heads "
-                    f"of width {unit}; correct the style."
+                    f"{name} has {size} {noun}, but its style {style.text!r} needs a multiple of {unit * parts} "
+                    f"(head width {unit} times {parts} fused part{'s' * (parts > 1)}); set another head:WIDTH or "
+                    f"fused:PARTS in the style of {name} in parallel.tensor_plan."
                 )
             noun = f"heads of width {unit}" if unit > 1 else noun
             shared = kind == "column" and bool(self.heads[name])
@@ -259,9 +260,9 @@ class _Cutting:
     def _local_outputs(self, child: str, owner: str) -> int:
         if self.kinds.get(child) != "column":
             raise PlanError(
-                f"the style {self.styles[owner].text!r} of {owner} computes with the outputs of {child} on one rank, "
-                f'but {child} does not have the style "column"; give {child} that style in parallel.tensor_plan, or '
-                "name a layer that has it."
+                f"the style {self.styles[owner].text!r} of {owner} needs the number of outputs of {child} on each "
+                f'tensor rank, but {child} does not have the style "column"; in parallel.tensor_plan, give {child} '
+                f'this style, or name a layer with the style "column" in the style of {owner}.'
             )
         return held(self._cut(child, next(self._targets(child))).ranges, 0)
 

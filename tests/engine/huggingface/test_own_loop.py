@@ -159,8 +159,9 @@ def test_mistakes_are_one_sentence_and_replicas_count_once(tmp_path: Path) -> No
             "optimizer.step() was called without accelerator.backward(loss) since the last step; call it in place of "
             "loss.backward(), for every microbatch.",
             "clip_grad_value_ clips each element, but the engine clips by the norm; call clip_grad_norm_.",
-            "split_between_processes would pass different inputs to the 2 ranks of a replica; use "
-            "inputs[accelerator.process_index :: accelerator.num_processes].",
+            "split_between_processes would pass different inputs to the 2 ranks of a replica, but these ranks need "
+            "equal inputs; use inputs[accelerator.process_index :: accelerator.num_processes], because process_index "
+            "counts replicas here, not ranks.",
             f'{tmp_path} has no subfolder "engine", from which training restores the state of the engine; pass a '
             "folder that save_state of this Accelerator has written.",
             1.0, [1.0], (1, 0), "checkpoint_1", 5,

@@ -49,7 +49,7 @@ def test_a_wrong_plan_is_found_and_the_axis_named(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("model", "more", "changes", "sentence"),
     [
-        ("of_one_row", (), {}, "the sizes [1] of dim 0, but trine verify needs at least two rows"),
+        ("of_one_row", (), {}, "the sizes [1] in dim 0, but trine verify needs the same size, at least 2,"),
         ("without_rows", (), {}, "has no config.vocab_size to draw tokens from; return (module, rows), with"),
         ("no_model", (), {}, "returns a int; return an nn.Module"),
         ("that_raises", (), {}, "cannot be built (ValueError: no such size)"),

@@ -93,7 +93,7 @@ def test_replies_do_not_wait_for_delayed_acknowledgements() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "store.example"])
 def test_a_public_address_needs_a_token(host: str) -> None:
-    with pytest.raises(LaunchError, match=f"--host {host} serves other hosts"):
+    with pytest.raises(LaunchError, match=f"--host {host} lets other hosts connect"):
         service.check_host(host, "")
     service.check_host(host, "secret")
 

@@ -140,8 +140,8 @@ def test_sizes_that_do_not_fit_list_those_that_do() -> None:
 
 def test_heads_that_do_not_make_up_the_outputs() -> None:
     assert refusal(Pair(), {"up": "column head:5", "down": "row"}) == (
-        "up has 12 outputs, but its style 'column head:5' needs 1 equal parts of whole heads of width 5; correct the "
-        "style."
+        "up has 12 outputs, but its style 'column head:5' needs a multiple of 5 (head width 5 times 1 fused part); "
+        "set another head:WIDTH or fused:PARTS in the style of up in parallel.tensor_plan."
     )
 
 
@@ -211,9 +211,9 @@ def test_styles_on_the_wrong_module() -> None:
         'norm.eps is 1e-05, but the words "divide", "set", "ratio" and "heads" of a style change'
     )
     assert refusal(in_model(Pair()), {"*.up": "column", "*.down": "row", "block": "ratio:count=up/down"}) == (
-        "the style 'ratio:count=up/down' of block computes with the outputs of block.down on one rank, but block.down "
-        'does not have the style "column"; give block.down that style in parallel.tensor_plan, or name a layer that '
-        "has it."
+        "the style 'ratio:count=up/down' of block needs the number of outputs of block.down on each tensor rank, but "
+        'block.down does not have the style "column"; in parallel.tensor_plan, give block.down this style, or name a '
+        'layer with the style "column" in the style of block.'
     )
 
 
