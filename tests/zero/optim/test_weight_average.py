@@ -168,3 +168,14 @@ def test_a_larger_model_keeps_the_average_of_the_smaller_one(tmp_path: Path) -> 
         found, weights = eng.full_state_dict(ema=True), eng.full_state_dict()
     assert all(torch.equal(found.pop(name), value) for name, value in before.items())
     assert found and all(torch.equal(weights[name], value) for name, value in found.items())
+
+
+def test_a_larger_model_evaluates_its_new_weights_with_a_schedule_free_optimizer(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "ScheduleFreeAdamW"}}
+    with engine.initialize(Grown(larger=False), config) as eng:
+        eng.train_batch(torch.ones(2, 8))
+        eng.save_checkpoint(str(tmp_path)).wait()
+    with engine.initialize(Grown(larger=True), config) as eng:
+        eng.load_checkpoint(str(tmp_path), strict=False)
+        found = eng.full_state_dict()
+    assert all(torch.equal(found[f"third.{name}"], value) for name, value in Grown(True).third.state_dict().items())
