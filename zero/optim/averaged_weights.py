@@ -104,6 +104,9 @@ class Average(Protocol):
     def of(self, flat: FlatBucket) -> Tensor:
         """Returns the averages of the elements of the bucket ``flat`` that this rank updates, as a flat tensor."""
 
+    def forget(self) -> None:
+        """Discards or restarts the averages, after the weights were replaced."""
+
 
 class AveragedWeights:
     """Switch of a rank's model between its trained weights and their average, for evaluation and export."""

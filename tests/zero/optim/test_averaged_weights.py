@@ -142,3 +142,14 @@ def test_a_run_without_an_average_says_so(tmp_path: Path, call: str) -> None:
 
     (said,) = on_threads(1, {}, body)
     assert said.startswith(f'{call} was called in a run without an average of its weights; give "ema"')
+
+
+def test_weights_that_a_schedule_free_run_is_given_are_what_it_evaluates() -> None:
+    def body(eng: Engine) -> list[str]:
+        for step in range(2):
+            eng.train_batch(batch(eng, step))
+        given = eng.full_state_dict()
+        eng.load_full_state_dict(given)
+        return differing(given, eng.full_state_dict())
+
+    assert on_threads(1, FREE, body) == [[]]
