@@ -271,8 +271,8 @@ def restore(
     for group, names, source in zip(inner.param_groups, _names(optimizer, table), sources, strict=True):
         then = stored["groups"][source] if source is not None else {"params": [], "options": {}}
         if isinstance(inner, FlatOptimizer):
-            for name in inner.counted:
-                group.pop(name, None)  # a checkpoint from before the first update has none
+            for counted in inner.counted:
+                group.pop(counted, None)  # a checkpoint from before the first update has none
             _put(group, {name: then["options"][name] for name in inner.counted if name in then["options"]})
             group["step"] = natural(then["options"].get("step", 0), "the optimizer's step")
             optimizer.missed.update({name: group["step"] for name in names if group["step"] and name not in known})
