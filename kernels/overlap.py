@@ -196,9 +196,11 @@ class ExpertRows:
     def __post_init__(self) -> None:
         counts = self.counts
         if counts.dim() != 2 or counts.is_floating_point() or counts.shape[1] % len(counts) or counts.min() < 0:
+            least = counts.min().item() if counts.numel() else "none"
             raise EngineError(
-                f"counts of rows are {counts.dtype} {tuple(counts.shape)}, but all ranks own equally many experts and "
-                "send each a number of rows of at least 0; pass integers [ranks, experts of all ranks]."
+                f"ExpertRows was given {counts.dtype} counts of shape {list(counts.shape)} with minimum {least}, but "
+                "it takes integers of at least 0 in shape [ranks, experts], and experts must be a multiple of ranks; "
+                "pass the number of rows from each rank to each expert."
             )
 
     @property

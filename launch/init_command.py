@@ -175,8 +175,9 @@ def _folder_words(folder: Path, config: Any, kind: str) -> dict[str, Any]:
     weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
     if not tokenizer and config.vocab_size < 256:
         raise ConfigError(
-            f"{folder} has no tokenizer, but its {config.vocab_size} tokens are too few for bytes; put the tokenizer "
-            "into it, or give module:function."
+            f"{folder} has no tokenizer, so the script would read text as bytes, but the model has only "
+            f"{config.vocab_size} tokens for 256 byte values; put tokenizer files into the folder, or give as MODEL a "
+            "module:function that returns (model, rows)."
         )
     read = "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n" + 'tokens = torch.tensor(tokenizer(text)["input_ids"])'
     as_bytes = "tokens = torch.tensor(list(text.encode()))  # the folder has no tokenizer: tokens are bytes"

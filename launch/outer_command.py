@@ -96,11 +96,14 @@ def store_config(source: str | Mapping[str, Any], overrides: list[str]) -> Confi
     raw = load_raw(source, overrides)
     outer = raw.get("outer")
     if not isinstance(outer, Mapping):
-        raise ConfigError(f'{source} has no section "outer" for the store; add {{"outer": {{...}}}}.')
+        raise ConfigError(
+            f'{source} has no section "outer", which trine outer reads; add {{"outer": {{"sites": N}}}} with the '
+            "number of sites."
+        )
     if outer.get("rule") == "hogwild":
         raise ConfigError(
-            f'{source} has outer.rule "hogwild", with weights in the shared memory of one host; start its sites '
-            "without a store."
+            f'trine outer was given {source} with outer.rule "hogwild", but sites of this rule share memory on one '
+            "host and use no store; start only the training scripts of the sites, without trine outer."
         )
     own = {key: value for key, value in outer.items() if key != "site"}
     own.setdefault("url", f"http://127.0.0.1:{PORT}")  # a site needs it, and the store prints it
@@ -139,7 +142,10 @@ def _replay(folder: str) -> None:
 
     found = replay(folder)
     if found.difference is not None:
-        raise EngineError(f"{found.merges:,} merges have the same bits, and the next one has not: {found.difference}.")
+        raise EngineError(
+            f"the replay of {folder} reproduced {found.merges:,} merges bit by bit, but then {found.difference}; "
+            "repeat it with the versions of Trine and PyTorch and on the kind of CPU that the store ran with."
+        )
     print(f"{found.merges:,} merges have the same bits; versions {', '.join(map(str, found.versions))}")
 
 

@@ -78,13 +78,15 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
         return
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EngineError(
-            f"{folder / RECORD} cannot be read ({type(error).__name__}, {error}), so the run in this folder is "
-            f"unknown; {_remedy(folder)}"
+            f"{folder / RECORD} cannot be read ({type(error).__name__}: {error}), so the run in this folder cannot be "
+            f"continued; pass --fresh to rename the folder to {_free_name(folder)} and start over, or --out to name "
+            "another folder."
         ) from error
     for name, here in _identity(record).items():
         if there.get(name) != here:
             raise EngineError(
-                f"{folder} has a run with {name} {there.get(name)}, but this start has {name} {here}; {_remedy(folder)}"
+                f"{folder} has a run with {name} {there.get(name)}, but this start has {name} {here}; pass --fresh to "
+                f"rename the folder to {_free_name(folder)} and start over, or --out to name another folder."
             )
 
 
@@ -128,10 +130,6 @@ def _step(row: bytes) -> float:
 
 def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"text digest": record["corpus"]["digest"], "seed": record["config"]["seed"], **record.get("model", {})}
-
-
-def _remedy(folder: Path) -> str:
-    return f"use --fresh to keep it as {_free_name(folder)} and start over, or --out to name another folder."
 
 
 def _free_name(folder: Path) -> Path:

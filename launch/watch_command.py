@@ -103,8 +103,9 @@ def _report(folder: Path, waits: bool) -> list[str]:
         blamed = [rank for rank in report["ranks"] if stacks.get(rank)]
     except FileNotFoundError as error:
         raise EngineError(
-            f"{folder} has no {REPORT}, so no job that reports there has hung; give the watchdog.folder or "
-            "checkpoint.folder of its configuration, or no folder for the jobs of this host."
+            f"{folder} has no {REPORT}, which the watchdog writes when a job hangs; pass the watchdog.folder or "
+            "checkpoint.folder of the job to trine watch, or run trine watch without a folder to see the jobs on this "
+            "host."
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EngineError(

@@ -187,10 +187,11 @@ class Grid:
             )
         if shard_size is not None and (shard_size < 1 or self.dp % shard_size):
             raise GridError(
-                f"shard size {shard_size} does not divide the {self.dp} data ranks; give a divisor of {self.dp}."
+                f"zero_optimization.shard_size = {shard_size} does not divide the {self.dp} data ranks; set it to a "
+                f"divisor of {self.dp}, or leave it out."
             )
         if (problem := expert_problem(experts, self.dp, self.cp, shard_size)) is not None:
-            raise GridError(f"expert size {experts} {problem}.")
+            raise GridError(f"parallel.expert = {experts} {problem}.")
         self.rank, self.order, self.shard_size = rank, order, shard_size
         self._parts = data_parts(self.dp, self.cp, shard_size or self.dp, experts)
         self._digits = _digits(self.sizes, order, self._parts)

@@ -64,7 +64,12 @@ def difference_error(difference: Difference) -> EngineError:
         return ConfigError(f"{told}: ranks were given different configurations; pass the same one on every rank.")
     if kind == _MODEL.strip():
         return PlanError(f"{told}: ranks were given different models; build the same model on every rank.")
-    return GridError(f"{told}: ranks run on different software or hardware; install the same on every node.")
+    if key == "device":
+        return GridError(
+            f"{told}, but all ranks must train on devices of one type; use only nodes with usable GPUs, or hide the "
+            "GPUs of every node, for example with CUDA_VISIBLE_DEVICES=''."
+        )
+    return GridError(f"{told}, but all ranks must run the same version; install it on every node.")
 
 
 def _trine_version() -> str:

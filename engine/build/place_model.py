@@ -72,8 +72,9 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
         kind = type(model).__name__
         if kind == "FullyShardedDataParallel" or any(type(p).__name__ == "DTensor" for p in model.parameters()):
             raise PlanError(
-                f"the model is a {kind} whose parameters are sharded already; give the module as it was before, "
-                "zero_optimization.stage 3 shards its parameters and parallel.tensor its layers."
+                f"the model is a {kind} with parameters that FSDP or DTensor has sharded already, but the engine "
+                "shards them itself; pass the module without FSDP and DTensor, and set zero_optimization.stage to 3 or "
+                "parallel.tensor to the number of tensor-parallel ranks."
             )
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             inner, instead = model.module, "data ranks are the engine's (parallel.data)"
@@ -202,8 +203,9 @@ def borrow(lender: Lender, plan: Plan, holder: ShardHolder) -> Mapping[str, Tens
             found[row.name] = given
     if lacking:
         raise PlanError(
-            f"this plan places {lacking[0]!r} and {len(lacking) - 1} other frozen parameters otherwise than the engine "
-            "that lends them; adapt other layers, or write parallel.tensor_plan and parallel.split for both."
+            f"this engine needs other shards, dtypes or formats of {lacking[0]!r} and {len(lacking) - 1} further "
+            "frozen parameters than the base engine has, but both share the same tensors; put the adapters on other "
+            "layers, or set equal parallel.tensor_plan and parallel.split for both engines."
         )
     return found
 

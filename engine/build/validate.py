@@ -43,8 +43,9 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     device = config.zero_optimization.offload_optimizer.device
     if request.whole is not None and device != "none":
         raise ConfigError(
-            f'zero_optimization.offload_optimizer.device: "{device}" with an optimizer that updates whole parameters, '
-            "which runs on the device; leave offload_optimizer out, or name AdamW in the config."
+            f'zero_optimization.offload_optimizer.device is "{device}", but the passed optimizer updates whole '
+            "parameters, and the state of such an optimizer cannot be offloaded; leave offload_optimizer out, or "
+            "leave the argument optimizer out and name AdamW in the section optimizer."
         )
     _refuse_shared_memory(model)
     refuse_quantized(model)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint.contents.local_tensors import Held, LocalTensors
 from engine.checkpoint.contents.optimizer_state import Families
-from engine.checkpoint.format.host_image import as_bytes, in_batches, torch_dtype
+from engine.checkpoint.format.host_image import as_bytes, in_batches, overwrite, torch_dtype
 from engine.checkpoint.format.pieces import Part
 from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.checkpoint.format.step_reader import ReadRequest
@@ -288,7 +288,7 @@ class Loader:
     def _read_one(self, name: str, part: Part, target: Tensor) -> None:
         values = torch.empty(target.shape, dtype=torch_dtype(self._kinds[name]))
         self.source.read([ReadRequest(self._stored(name), part.whole(), as_bytes(values))])
-        target.copy_(values)
+        overwrite(target, values)
 
 
 @torch.no_grad()
@@ -307,7 +307,7 @@ def read_unplaced(source: TensorSource, model: nn.Module) -> None:
             continue
         values = torch.empty(target.shape, dtype=torch_dtype(kinds[stored]))
         source.read([ReadRequest(stored, Part(tuple(target.shape)).whole(), as_bytes(values))])
-        target.copy_(values)
+        overwrite(target, values)
 
 
 def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -238,8 +238,9 @@ class Resume:
         rate = self._run.runtime.learning_rate
         if not self._options.scheduler_states and rate.schedules and done:
             raise EngineError(
-                "load_lr_scheduler_states=False was given, but the rates are a function of the update and have no "
-                "state to leave out; pass lr_scheduler as optimizer -> LRScheduler."
+                "load_lr_scheduler_states=False was given, but each learning rate follows from the number of the "
+                "update, so there is no scheduler state to skip; leave the argument out, or initialize the engine with "
+                "lr_scheduler=..., a function that takes the optimizer and returns a torch LRScheduler."
             )
 
     def _warn_of_new_schedule(self, reader: OpenCheckpoint) -> None:

@@ -237,6 +237,6 @@ def _refuse_codes(run: RunState) -> None:
         if row.quantized is not None:
             raise CheckpointError(
                 f"save_pretrained: the frozen weight {row.name!r} is stored in {row.quantized.kind} (quantize_frozen), "
-                "so a folder of the model would have rounded weights; save the trained weights from "
-                "eng.full_state_dict(), or as adapters of PEFT, and merge them into the base in full."
+                "so the folder would contain rounded weights; train a PeftModel, for which save_pretrained writes only "
+                "the adapters, or load the trained weights from eng.full_state_dict() into the unquantized model."
             )

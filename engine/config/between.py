@@ -322,13 +322,16 @@ def check_optimizer(
     whole = [kind for kind in kinds if kind in MATRIX_OPTIMIZERS]
     if whole and optimizer.update_unused:
         problems.add(
-            "optimizer.update_unused", f"true with {whole[0]}, which needs a gradient; leave update_unused out."
+            "optimizer.update_unused",
+            f"true with {whole[0]}, which updates no parameter without a gradient; leave update_unused out.",
         )
     exact = [kind for kind in kinds if kind in _NOT_ROUNDED]
     if exact and bf16.bf16_master_weights_and_grads:
         problems.add(
             "bf16.bf16_master_weights_and_grads",
-            f"true with {exact[0]}, which rounds to nearest; leave bf16_master_weights_and_grads out, or give AdamW.",
+            f"true with {exact[0]}, which rounds to nearest, but bf16 weights without fp32 copies lose small updates "
+            "unless updates are rounded stochastically; leave bf16_master_weights_and_grads out, or use the optimizer "
+            "AdamW.",
         )
     if "ScheduleFreeAdamW" in kinds and ema is not None:
         problems.add("ema", "given with ScheduleFreeAdamW, which averages the weights itself; leave ema out.")

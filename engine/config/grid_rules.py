@@ -49,8 +49,8 @@ def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) 
     elif shared is not None and isinstance(asked, int) and asked > 1 and shared % asked:
         problems.add(
             "zero_optimization.zero_hpz_partition_size",
-            f"{asked} does not divide the {shared} data ranks of a shard group, which store secondary shards among so "
-            f"many ranks; give a divisor of {shared}, or leave zero_hpz_partition_size out.",
+            f"{asked} does not divide the {shared} data ranks of a shard group (zero_optimization.shard_size); give a "
+            f"divisor of {shared}, or leave zero_hpz_partition_size out.",
         )
     elif isinstance(asked, int) and isinstance(ranks, int) and asked > 1 and ranks > 1 and ranks % asked:
         problems.add(

@@ -305,38 +305,56 @@ def check_outer(
     if zero.offload_optimizer.delayed_update:
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
-            "true with outer, which reads weights after their update; leave delayed_update or outer out.",
+            "true, but section outer reads the weights directly after each update; leave delayed_update or outer out.",
         )
     if outer.content == "gradients" and outer.optimizer is None and training is not None and training.before:
         problems.add(
             "optimizer",
-            f"a list with rule {outer.rule}, whose store has one optimizer; name it in outer.optimizer, or give one.",
+            f'a list, but with outer.rule "{outer.rule}" the store updates all parameters with one optimizer; give one '
+            "optimizer instead of the list, or set outer.optimizer to the optimizer of the store.",
         )
     if outer.content == "gradients" and clipping and len(outer.urls) > 1:
         problems.add(
             "gradient_clipping",
-            f"{clipping:g} with rule {outer.rule} and {len(outer.urls)} stores, each of which has the norm of its own "
-            "gradients only; give one address in outer.url, or leave gradient_clipping out.",
+            f'{clipping:g}, but with outer.rule "{outer.rule}" each of the {len(outer.urls)} stores in outer.url knows '
+            "the norm of only its own gradients; give one address in outer.url, or leave gradient_clipping out.",
         )
     if outer.rule == "hogwild":
         _check_hogwild(outer, problems)
     elif not outer.urls and not problems.touch("outer"):
         problems.add("outer.url", "missing; give the address that `trine outer` prints, such as http://store:8140.")
-    if outer.serve and len(outer.urls) != 1:
-        problems.add(
-            "outer.serve", f"true with {len(outer.urls)} addresses in outer.url; give one, or start trine outer."
-        )
-    for number, url in enumerate(outer.urls):
-        if not url.startswith(("http://", "https://")):
-            problems.add("outer.url", f'address {number} is "{url}"; it begins with http:// or https://.')
-        elif not _has_host(url):
-            problems.add("outer.url", f'address {number} is "{url}"; give http://HOST:PORT with a number as the port.')
-    if outer.least > outer.sites > 1:
-        problems.add("outer.least", f"{outer.least} with {outer.sites} sites, which never push that often; give fewer.")
-    if outer.site >= outer.sites and outer.sites > 1 and outer.rule in WAITING_RULES:
-        problems.add("outer.sites", f"{outer.sites} with site {outer.site}; count every site that starts the training.")
+    _check_sites(outer, problems)
     _check_period(outer, problems)
     _check_store_optimizer(outer, training, problems)
+
+
+def _check_sites(outer: OuterConfig, problems: Problems) -> None:
+    """Adds problems of the addresses of stores and the numbers of sites."""
+    if outer.serve and len(outer.urls) != 1:
+        problems.add(
+            "outer.serve",
+            f"true with {len(outer.urls)} addresses in outer.url, but site 0 serves exactly one store; give one "
+            "address, or leave outer.serve out and start each store with the command `trine outer`.",
+        )
+    for url in outer.urls:
+        if not url.startswith(("http://", "https://")):
+            problems.add("outer.url", f'"{url}" does not begin with http:// or https://; give http://HOST:PORT.')
+        elif not _has_host(url):
+            problems.add(
+                "outer.url", f'"{url}" has no host or no valid port; give http://HOST:PORT with a port from 1 to 65535.'
+            )
+    if outer.least > outer.sites > 1:
+        problems.add(
+            "outer.least",
+            f"{outer.least} is more than outer.sites ({outer.sites}), so no merge would be made; give at most "
+            f"{outer.sites}.",
+        )
+    if outer.site >= outer.sites and outer.sites > 1 and outer.rule in WAITING_RULES:
+        problems.add(
+            "outer.sites",
+            f"{outer.sites}, but outer.site is {outer.site}, and sites are numbered from 0; give the number of all "
+            f"sites that start the training, or an outer.site of at most {outer.sites - 1}.",
+        )
 
 
 def _check_store_optimizer(outer: OuterConfig, training: OptimizerConfig | None, problems: Problems) -> None:
@@ -345,16 +363,16 @@ def _check_store_optimizer(outer: OuterConfig, training: OptimizerConfig | None,
     if chosen.type not in STORE_OPTIMIZERS and outer.content != "sums":
         problems.add(
             "outer.optimizer.type",
-            f"{chosen.type} does not update element by element; give {', '.join(STORE_OPTIMIZERS)}.",
+            f"missing, and a store cannot use {chosen.type} from section optimizer, because it does not update element "
+            f"by element; give one of {', '.join(STORE_OPTIMIZERS)}.",
         )
-    lossy = outer.feedback > 0 or outer.wire == "topk"
+    lossy = [key for key, on in (("outer.feedback", outer.feedback), ("outer.wire", outer.wire == "topk")) if on]
     if outer.content == "deltas" and chosen.params.get("momentum") and lossy:
-        key = "outer.feedback" if outer.feedback else "outer.wire"
         problems.add(
-            key,
-            f"{outer.feedback or outer.wire} with momentum {chosen.params['momentum']} of the outer optimizer, which "
-            'loses more than either alone; give outer.optimizer {"type": "SGD", "params": {"lr": 1.0}}, or leave it '
-            "out.",
+            lossy[0],
+            f"{outer.feedback or shown_value(outer.wire)}, but the store's optimizer has momentum "
+            f"{chosen.params['momentum']:g}, and the two together give a higher loss than either alone; set "
+            f'outer.optimizer to {{"type": "SGD", "params": {{"lr": 1.0}}}}, or leave {" and ".join(lossy)} out.',
         )
 
 
@@ -387,12 +405,16 @@ def _check_period(outer: OuterConfig, problems: Problems) -> None:
     """Adds problems of period, fragments, delay and format."""
     if outer.fragments > outer.steps:
         problems.add(
-            "outer.fragments", f"{outer.fragments} with period {outer.steps}; give at most one fragment a step."
+            "outer.fragments",
+            f"{outer.fragments}, but outer.period is {outer.steps}, and each step pushes at most one fragment; give at "
+            f"most {outer.steps}.",
         )
     elif outer.delay >= max(1, outer.steps // outer.fragments) and outer.delay:
         problems.add(
             "outer.delay",
-            f"{outer.delay} steps with {outer.steps // outer.fragments} steps between two pushes; give fewer.",
+            f"{outer.delay}, but the delay must be below {outer.steps // outer.fragments}, the number of steps between "
+            "two pushes (outer.period divided by outer.fragments); give at most "
+            f"{outer.steps // outer.fragments - 1}.",
         )
     if outer.content == "deltas":
         return
@@ -402,7 +424,8 @@ def _check_period(outer: OuterConfig, problems: Problems) -> None:
     if outer.wire not in ("fp64", "fp32"):
         problems.add(
             "outer.wire",
-            f"{outer.wire} at period 1, where gradients are summed exactly; give fp32, or a longer period.",
+            f'"{outer.wire}" is not exact, but at outer.period 1 the store sums gradients exactly; give "fp32", or a '
+            "longer outer.period.",
         )
     if outer.content == "sums" and outer.optimizer is not None:
         problems.add(

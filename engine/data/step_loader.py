@@ -178,8 +178,8 @@ def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
     """Returns the options of a DataLoader, also of torchdata's stateful one; its order must be resumable."""
     if given.batch_size != micro:
         raise EngineError(
-            f"the DataLoader has batch_size = {given.batch_size}, and train_micro_batch_size_per_gpu is {micro}; the "
-            "engine cuts the rows. Make them equal, or pass the dataset itself."
+            f"the DataLoader has batch_size {given.batch_size}, but train_micro_batch_size_per_gpu is {micro}, and the "
+            f"two must be equal; create the DataLoader with batch_size={micro}, or pass its dataset instead."
         )
     if getattr(given, "next_iter_state", None) is not None:  # of torchdata's StatefulDataLoader
         raise own_state(given)
@@ -189,7 +189,7 @@ def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
         if shuffle is None:
             raise EngineError(
                 f"the DataLoader has a {type(given.sampler).__name__}, whose order the loader cannot resume on another "
-                "grid. Pass the dataset, with shuffle=True or in its own order."
+                "grid; pass the dataset instead, in its own order or with shuffle=True."
             )
         taken["shuffle"] = shuffle
     if given.drop_last:
@@ -204,12 +204,12 @@ def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
 def _shuffles(given: DataLoader[Any]) -> bool | None:
     """Returns True if every sample comes once an epoch in random order, False if in dataset order, None if neither."""
     sampler: Any = given.sampler
-    # by name, because torchdata's samplers are no subclasses of torch's
-    names = {kind.__name__ for kind in type(sampler).__mro__}
-    once = len(sampler) == len(cast(Sized, given.dataset)) and not getattr(sampler, "replacement", False)
-    if not once or not names & {"RandomSampler", "SequentialSampler"}:
+    # by name, because torchdata's samplers are no subclasses of torch's; of the class that sets the order
+    name = next((kind.__name__ for kind in type(sampler).__mro__ if "__iter__" in vars(kind)), "")
+    if name not in ("RandomSampler", "SequentialSampler"):  # others may have no length
         return None
-    return "RandomSampler" in names
+    once = len(sampler) == len(cast(Sized, given.dataset)) and not getattr(sampler, "replacement", False)
+    return name == "RandomSampler" if once else None
 
 
 class StepLoader(Iterator[Batch]):

@@ -339,7 +339,8 @@ class IndexedTokens(_TokenFile):
         if version != 1 or kind not in _TYPES:
             what = "floating-point numbers" if kind in _FLOATS else f"version {version}, type {kind}"
             raise EngineError(
-                f"{index} has {what}, but token files have version 1 and integers. Write the corpus again."
+                f"{index} has {what}, but only indexes of version 1 with integer tokens can be read. Write the .bin "
+                "and .idx again, such as with Megatron's tools/preprocess_data.py."
             )
         least = _HEADER_BYTES + 12 * sequences + 8 * borders
         if raw.size not in (least, least + sequences):
@@ -355,8 +356,9 @@ class IndexedTokens(_TokenFile):
         _check_index(index, documents, sequences)
         if (begins != ends[:-1] * stored.itemsize).any() or ends[-1] > stored.size or (lengths < 0).any():
             raise EngineError(
-                f"{index} does not match {data}, which has {stored.size:,} tokens; its sequences follow each other and "
-                f"end at token {ends[-1]:,}. Pass two files that were written together."
+                f"{index} has sequences up to token {ends[-1]:,} and {data} has {stored.size:,} tokens, but the "
+                "sequences must follow each other without gaps, and end within the data. Pass two files that were "
+                "written together."
             )
         super().__init__(self.prefix, stored, ends[documents])
 
@@ -420,6 +422,6 @@ def _check_index(index: Path, documents: NDArray[np.int64], sequences: int) -> N
     whole = documents.size > 0 and documents[0] == 0 and documents[-1] == sequences
     if not whole or (np.diff(documents) < 0).any():
         raise EngineError(
-            f"{index} has document borders that do not rise from 0 to its {sequences} sequences. Write the corpus "
-            "again."
+            f"{index} is damaged: its document borders do not rise from 0 to {sequences}, the number of sequences. "
+            "Copy or write the .bin and .idx again."
         )

@@ -273,7 +273,10 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             save_latest: True: writes ``tag`` into the file ``save_dir/latest``.
         """
         if save_dir is None or not os.fspath(save_dir):
-            raise EngineError(f"save_checkpoint was given save_dir {save_dir!r}; pass the folder of the run.")
+            raise EngineError(
+                f"save_checkpoint was given save_dir {save_dir!r}, which names no folder; pass the path of the folder "
+                "for the run's checkpoints."
+            )
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         counted = {"micro_steps": self.micro_steps, "client_state": client_state or {}} | self._counted.kept()
         self.engine.save_checkpoint(Path(save_dir, tag), counted, exclude_frozen_parameters).wait()
@@ -445,6 +448,6 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
 def _refuse_load_fn(call: str, custom_load_fn: Any) -> None:
     if custom_load_fn is not None:
         raise EngineError(
-            f"{call}(custom_load_fn=...): weights are read by name into their places; read the file yourself, and pass "
-            "the renamed weights to load_module_state_dict."
+            f"{call} was given custom_load_fn, but the engine loads each weight only into the parameter with the same "
+            "name; rename the weights in a dict, and pass the dict to load_module_state_dict without custom_load_fn."
         )

@@ -195,7 +195,8 @@ class EngineState:
         grid = self.engine.grid
         if grid.row_ranks != grid.world_size:
             raise EngineError(
-                f"data_parallel_group on {grid}: groups of one axis belong to the engine; reduce by eng.engine.comm."
+                f"data_parallel_group was read on {grid}, but it exists only if every rank is a data rank; to sum a "
+                'tensor over the data ranks, call eng.engine.comm.all_reduce(tensor, "dp", "my sum").wait().'
             )
         return comm.world_group()
 

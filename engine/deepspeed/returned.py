@@ -55,8 +55,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """
         if self._given is None and not self._engine.built:
             raise EngineError(
-                "the optimizer was read before the first forward, from which tensor and pipeline ranks make their "
-                "plan; read it after model_engine(...), or pass optimizer=... to initialize, which has its groups."
+                "the optimizer was read before the first forward, but the engine makes the optimizer in this forward; "
+                "read it after the first model_engine(...), or pass your own optimizer=... to deepspeed.initialize."
             )
         return self._given if self._given is not None else self._engine.optimizer
 

@@ -76,8 +76,9 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         world = read_world()
         if world.size != self.state.num_processes:
             raise ConfigError(
-                f"the launcher has started {world.size} rank(s), and {owner} found {self.state.num_processes}; on CPUs "
-                f"set {on_cpus}=True."
+                f"the launcher has started {world.size} rank(s), but {owner} found {self.state.num_processes} "
+                f"process(es), and both numbers must be equal; on CPUs set {on_cpus}=True in {owner}, and on GPUs "
+                "start the script with torchrun."
             )
         if is_host(world.device) != is_host(self.device):
             raise ConfigError(
@@ -179,8 +180,9 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         if (copies := self.grid.size("replica")) > 1:
             raise ConfigError(
-                f"split_between_processes would pass different inputs to the {copies} ranks of a replica; use "
-                "inputs[accelerator.process_index :: accelerator.num_processes]."
+                f"split_between_processes would pass different inputs to the {copies} ranks of a replica, but these "
+                "ranks need equal inputs; use inputs[accelerator.process_index :: accelerator.num_processes], because "
+                "process_index counts replicas here, not ranks."
             )
         with super().split_between_processes(inputs, apply_padding) as part:
             yield part

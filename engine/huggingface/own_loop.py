@@ -78,8 +78,8 @@ class SavedState(EngineAccelerator):
             input_dir = _newest(Path(self.project_dir, "checkpoints"))
         if input_dir is not None and not Path(input_dir, _STATE).is_dir():
             raise CheckpointError(
-                f"{input_dir} has no folder {_STATE!r} with the engine's state, which training continues from; pass a "
-                "folder that save_state of this Accelerator has written."
+                f'{input_dir} has no subfolder "{_STATE}", from which training restores the state of the engine; pass '
+                "a folder that save_state of this Accelerator has written."
             )
         models, hooks = self._models, self._load_model_state_pre_hook
         with self._without_engine():
@@ -181,13 +181,13 @@ class Accelerator(SavedState):
         optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
         if len(models) > 1 or self.hosted is not None:
             raise ConfigError(
-                "prepare was given a second trained model, but an Accelerator trains one; put both into one module, or "
-                "call requires_grad_(False) on the other model."
+                "prepare was given a second model with trainable parameters, but an Accelerator trains one; put both "
+                "models into one module, or call requires_grad_(False) on the other model."
             )
         if len(optimizers) != 1:
             raise ConfigError(
-                f"prepare was given a trained model and {len(optimizers)} optimizers; pass the model and its one "
-                "optimizer in the same call."
+                f"prepare was given a model with trainable parameters and {len(optimizers)} optimizers; pass the model "
+                "and its one optimizer in the same call."
             )
         micro = next((_rows(each, self) for each in args if isinstance(each, DataLoader)), None)
         config = replace(self._settings, micro=micro).configuration(self._raw, self.grid.world_size)
@@ -210,8 +210,8 @@ class Accelerator(SavedState):
             return model
         if _is_trained(model):
             raise ConfigError(
-                "prepare_model was given a trained model, but the engine needs its optimizer too; call "
-                "accelerator.prepare(model, optimizer)."
+                "prepare_model was given a model with trainable parameters, but the engine takes such a model only "
+                "together with its optimizer; call accelerator.prepare(model, optimizer) instead."
             )
         self._models.append(model)
         moves = self.device_placement if device_placement is None else device_placement

@@ -160,7 +160,7 @@ class WholeSteps:
         microbatches, self._waiting = self._waiting, []
         if lacking := self._accumulation - len(microbatches):
             if _COUNT not in microbatches[0]:
-                raise _incomplete(f"{len(microbatches)} of {self._accumulation} microbatches")
+                raise self._incomplete(f"{len(microbatches)} of {self._accumulation} microbatches")
             microbatches += [microbatches[0] | {_LACKS: True}] * lacking
         report = self._accelerator.trained.train_batch(iter(microbatches))
         self._accelerator.record(report)
@@ -178,15 +178,23 @@ class WholeSteps:
                 f"up, because {others[0]} has no rows of the batch; set dataloader_drop_last=True."
             )
         if _COUNT not in microbatch:
-            raise _incomplete(f"a microbatch of {rows} of {self._micro} rows")
+            raise self._incomplete(f"a microbatch of {rows} of {self._micro} rows")
         cut = {key: part for key, part in microbatch.items() if isinstance(part, Tensor) and part.ndim}
         more = {key: part[:1].expand(self._micro - rows, *part.shape[1:]) for key, part in cut.items()}
         filled = microbatch | {key: torch.cat([cut[key], part]) for key, part in _without_labels(more).items()}
         if self._fills is None:
             self._fills = self._is_sum(filled)
         if not self._fills:
-            raise _incomplete(f"a microbatch of {rows} of {self._micro} rows")
+            raise self._incomplete(f"a microbatch of {rows} of {self._micro} rows")
         return filled
+
+    def _incomplete(self, what: str) -> EngineError:
+        rows = self._accumulation * self._micro * self._accelerator.num_processes
+        return EngineError(
+            f"the last step of the epoch has {what}, but a pipeline runs full steps only, and added rows would change "
+            f"this loss, which averages over rows; use a dataset of a multiple of {rows} rows, or set max_steps so "
+            "that training ends before this step."
+        )
 
     def _is_sum(self, microbatch: dict[str, Any]) -> bool:
         """Returns True if the loss is a sum over labels, divided by the number of items. Collective.
@@ -199,13 +207,6 @@ class WholeSteps:
             output = tree_map_only(Tensor, _without_parts, engine.predict(self.inputs(asked)))
             losses.append(float(self._plain_loss(output, asked)))
         return math.isclose(losses[0], 2 * losses[1], rel_tol=1e-6)
-
-
-def _incomplete(what: str) -> EngineError:
-    return EngineError(
-        f"the last step of the epoch has {what}, but a pipeline's step needs all of them, and no row can be added to "
-        "its loss, a mean; set dataloader_drop_last=True and use a dataset of whole steps, or max_steps."
-    )
 
 
 def _without_parts(tensor: Tensor) -> Tensor:
@@ -443,8 +444,8 @@ class Trainer(TrlLoop):
         """Checks the folder; weights and optimizer state are read once the model is placed."""
         if not Path(resume_from_checkpoint, _STATE).is_dir():
             raise CheckpointError(
-                f"{resume_from_checkpoint} has no folder {_STATE!r} with the engine's state, which training continues "
-                "from; pass a checkpoint that this Trainer has written without save_only_model."
+                f'{resume_from_checkpoint} has no subfolder "{_STATE}", from which training restores the state of the '
+                "engine; pass a checkpoint that this Trainer has written without save_only_model=True."
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

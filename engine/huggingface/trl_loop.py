@@ -83,9 +83,9 @@ class TrlLoop(transformers.Trainer):
             return
         if "ref" in adapters:
             raise ConfigError(
-                f"{self.trl_kind()} was given a model with adapters and no ref_model, so its reference is a copy of "
-                "the adapters in the bare model, but a rank has only a part of that; pass ref_model, or remove "
-                "parallel.tensor and set zero_optimization.stage to 2."
+                f"{self.trl_kind()} was given a model with adapters and no ref_model, so TRL computes the reference "
+                "by a copy of the adapters in the full model, but each rank has only a part of the weights; pass "
+                "ref_model, or remove parallel.tensor and set zero_optimization.stage to 2."
             )
         _route_reference(model, self.accelerator)
 

@@ -254,16 +254,23 @@ def _taken(model: nn.Module, names: Mapping[str, list[str]], config: OptimizerCo
         taken |= {name: number for name in fits if _match(names[name], entry.patterns)}
     idle = [number for number in range(last) if number not in taken.values()]
     if idle:
+        entry = config.before[idle[0]]
+        ranks = {len(shapes[name]) for name in names if _match(names[name], entry.patterns)}
+        if entry.type in MATRIX_OPTIMIZERS and 2 not in ranks:
+            raise ConfigError(
+                f"optimizer[{idle[0]}].match: {entry.type} updates only matrices, but no parameter that this entry "
+                "matches is 2-D; match the names of matrices, or remove the entry."
+            )
         raise ConfigError(
-            f"optimizer[{idle[0]}].match: earlier entries take all parameters that it matches, or they are not the "
-            "matrices that its type needs; move this entry up, or remove it."
+            f"optimizer[{idle[0]}].match: earlier entries already take all parameters that this entry matches and "
+            f"{entry.type} can update; move this entry before them, or remove it."
         )
     others = [name for name, number in taken.items() if number == last and len(shapes[name]) != 2]
     if config.type in MATRIX_OPTIMIZERS and others:
         raise ConfigError(
-            f"optimizer: {config.type} updates matrices, but {others[0]!r} of shape {list(shapes[others[0]])} is not "
-            f'one; add a last entry for the others, such as [{{"match": "*.weight", "type": "{config.type}"}}, '
-            '{"type": "AdamW"}].'
+            f"optimizer: {config.type} updates only matrices, but here it would also take {others[0]!r} of shape "
+            f'{list(shapes[others[0]])}; end the list optimizer with {{"match": "*", "type": "{config.type}"}}, which '
+            'takes all matrices, and {"type": "AdamW"}, which takes the rest.'
         )
     return taken
 

@@ -183,7 +183,10 @@ class StoreExchange:
                 raise EngineError(f"the store has refused a request of this site: {problem}") from problem
             if problem is not None:
                 raise problem
-            raise EngineError("the store has refused a request of another rank; read its error.")
+            raise EngineError(
+                "this rank stops, because a request of another rank to the store has failed; read the error that the "
+                "other rank has raised."
+            )
         return found
 
     def _advance(self, flight: PushFlight) -> None:

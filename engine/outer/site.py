@@ -255,8 +255,9 @@ class OuterLoop(StepPart):
         self._life, self._clock = joined.life, joined.clock
         if self._content is Content.SUMS and joined.clock != self._made:
             raise EngineError(
-                f"site {self._outer.site} has made {self._made} updates and the other sites {joined.clock}, but at "
-                "period 1 all sites are equal; load the checkpoint of another site."
+                f"site {self._outer.site} has made {self._made} updates and the store has merged {joined.clock}, but "
+                "with outer.period 1 these numbers must be equal; load on this site a checkpoint that another site has "
+                f"saved after {joined.clock} updates."
             )
         # a checkpoint older than the last push has progress that is in the store already
         resumed = self.weights.anchors.filled and joined.rows <= self._pushed_rows

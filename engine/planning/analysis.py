@@ -229,9 +229,9 @@ def _refuse_unfollowed(config: Config, tensor: TensorPlan | None, problem: PlanE
         return
     if config.pp == 1 and isinstance(problem, UncutPathError):
         raise PlanError(
-            f"{problem.what}, and the gradients of layers that tensor ranks shard through views, or under "
-            "sequence_parallel, need a trace of the forward; move that code into a block, leave sequence_parallel "
-            "out, or write a parallel.tensor_plan without view."
+            f"{problem.what}, so the engine cannot trace this forward, as parallel.sequence_parallel and styles with "
+            '"view" require; move this code into a block of the model, leave sequence_parallel out, or write a '
+            'parallel.tensor_plan without "view".'
         ) from problem
     raise problem
 

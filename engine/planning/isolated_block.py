@@ -270,8 +270,9 @@ def copy_block(
     for path, module in unit.named_modules():
         if isinstance(vars(module).get("forward"), FunctionType):
             raise PlanError(
-                f"the forward of {path or name!r} is a closure, which computes with the model itself and cannot run in "
-                "a copy of the block; assign a method of the module's class."
+                f"the forward of {path or name!r} is a function assigned to the module, which may use the original "
+                "model when a copy of the block calls it; define it as a method in the module's class, or assign "
+                "types.MethodType(function, module)."
             )
     # deepcopy would follow references out of the unit, to its parent or to shared tensors, and copy those too. With
     # all parameters of the model in the memo it copies none of them; parameters outside of the unit become meta.

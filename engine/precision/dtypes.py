@@ -89,8 +89,9 @@ class Precision:
         """
         if not given.is_floating_point:
             raise PlanError(
-                f"parameter {name!r} is {str(given).removeprefix('torch.')}; only real floating parameters can be "
-                "trained: freeze it (requires_grad_(False)) or store its real parts."
+                f"parameter {name!r} is {str(given).removeprefix('torch.')}, but only parameters of a real floating "
+                "dtype can be trained; freeze it (requires_grad_(False)), or store its values as floats (of a complex "
+                "tensor: torch.view_as_real)."
             )
         if self.compute is not None:
             return self.frozen(name, given)
@@ -101,8 +102,9 @@ class Precision:
             )
         if given in _HALF and self.kept.modules:
             raise PlanError(
-                f"parameter {name!r} is {str(given).removeprefix('torch.')} in an fp32 run with keep_fp32, which keeps "
-                "modules out of bf16.enabled or fp16.enabled; enable one of them, or leave keep_fp32 out."
+                f"parameter {name!r} is {str(given).removeprefix('torch.')}, but keep_fp32 keeps modules in fp32 only "
+                "if bf16.enabled or fp16.enabled is true; set one of them to true, pass the model as float32 "
+                "(model.float()), or leave keep_fp32 out."
             )
         return given
 

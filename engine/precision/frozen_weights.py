@@ -158,15 +158,16 @@ def refuse_foreign_codes(model: nn.Module, config: Config) -> None:
         return
     if weight.parameter.dtype.is_floating_point:
         raise PlanError(
-            f"the weight {weight.name!r} of bitsandbytes is {str(weight.parameter.dtype).removeprefix('torch.')}, "
-            "which may be codes or values; load the model with bnb_4bit_quant_storage=torch.uint8, onto its device."
+            f"the bitsandbytes weight {weight.name!r} has dtype {str(weight.parameter.dtype).removeprefix('torch.')}, "
+            "so the engine cannot tell whether it is quantized already; load the model with "
+            "bnb_4bit_quant_storage=torch.uint8 and with device_map set to this rank's device."
         )
     asked = _asked(config)
     if asked is not None:
         raise ConfigError(
-            f"{asked}, but the weight {weight.name!r} is stored as codes that only bitsandbytes' layers read, and only "
-            "whole; load the model without quantization_config, or call model.dequantize() before adapters are added, "
-            f'and give "quantize_frozen": {{"dtype": "{weight.instead}"}}.'
+            f"{asked}, but bitsandbytes has quantized the weight {weight.name!r}, and such a weight cannot be sharded; "
+            "load the model without quantization_config or call model.dequantize() before adapters are added, and in "
+            f'both cases set "quantize_frozen": {{"dtype": "{weight.instead}"}}.'
         )
     if config.checkpoint.frozen:
         raise ConfigError(

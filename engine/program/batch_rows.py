@@ -84,7 +84,7 @@ class BatchRows:
             raise EngineError(f"the batch is a {type(batch).__name__}; give a tensor, tuple or dict.")
         rows = self.count(batch)
         if not rows:
-            raise EngineError("the batch has no row; give tensors with the number of rows as their leading dim.")
+            raise EngineError("the batch has no row; give tensors with at least one row along dim 0.")
         self._check(batch, rows, str(rows))
         return [self.take_rows(batch, start, micro) for start in range(0, rows, micro)]
 
@@ -113,10 +113,13 @@ class BatchRows:
                 f"the batch is a {type(batch).__name__}, but with uneven_microbatches each data rank passes a list of "
                 "its microbatches; give a list, which is empty on a rank without rows."
             )
-        for item in batch:
+        for index, item in enumerate(batch):
             rows = self.count(item)
             if not rows:
-                raise EngineError("a microbatch has no row; give tensors with the number of rows as their leading dim.")
+                raise EngineError(
+                    f"microbatch {index} of the list has no row; give each microbatch tensors with at least one row "
+                    "along dim 0, and an empty list to a rank without rows."
+                )
             self._check(item, rows, str(rows))
         return list(batch)
 
@@ -139,7 +142,8 @@ class BatchRows:
             near = get_close_matches(str(name), map(str, found - self.whole), 1)
             if near:
                 raise EngineError(
-                    f"whole names {name!r}, but the batch has no tensor of that name; did you mean {near[0]!r}?"
+                    f"the argument whole has {name!r}, but the batch has no tensor of that name; did you mean "
+                    f"whole=[{near[0]!r}]?"
                 )
 
     def _check(self, batch: Batch, rows: int, rule: str) -> None:

@@ -127,9 +127,9 @@ class ContextProgram(Program):
         """
         if self.plan.by_work and not self.keeps_positions(trace):
             raise EngineError(
-                "a forward of these shapes passes tensors with other positions than those of its batch between "
-                "modules, unlike the example of the plan, so that pipeline stages could not place packed documents; "
-                "initialize with an example of these shapes, or set parallel.pipeline to 1."
+                "for this batch, parallel.context divides a tensor between modules at other sequence positions than "
+                "the batch itself, and pipeline stages support such a tensor only if example_batch has one too; pass a "
+                "batch of these shapes as example_batch to engine.initialize, or set parallel.pipeline to 1."
             )
 
     @property

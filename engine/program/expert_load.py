@@ -70,8 +70,8 @@ def find_experts(model: nn.Module, key: str = "monitor.expert_load") -> tuple[Ex
     )
     if not found:
         raise ConfigError(
-            f"{key} is set, but the model has no experts: neither a module with matrices [experts, ., .] that is "
-            f"called with numbers of experts, nor a ModuleList named experts; leave {key} out."
+            f"{key} is set, but the model has no experts: no module owns parameters [experts, ., .] and takes expert "
+            f'indices in forward, and no nn.ModuleList has "expert" in its name; leave {key} out.'
         )
     return found
 

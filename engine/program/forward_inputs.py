@@ -147,8 +147,8 @@ class ForwardInputs:
             return tuple(microbatch[name] for name in names)
         except (KeyError, IndexError, TypeError) as error:
             raise EngineError(
-                f"inputs names {', '.join(map(repr, names))}, but the batch {_described(microbatch)}; name keys or "
-                "indices of the batch."
+                f"the argument inputs lists {', '.join(map(repr, names))}, but the batch {_described(microbatch)}; "
+                "list only keys or indices that the batch has."
             ) from error
 
     def _matching(self, microbatch: Mapping[str, Any]) -> Batch:
@@ -203,11 +203,11 @@ class TorchLoss:
     def __call__(self, output: Any, batch: Batch) -> Any:
         rest = self.inputs.rest(batch)
         if len(rest) != 1 or not isinstance(rest[0], Tensor):
-            found = "1 part, not a tensor," if len(rest) == 1 else f"{len(rest)} parts" if rest else "no part"
+            found = "1 part that is no tensor" if len(rest) == 1 else f"{len(rest)} parts" if rest else "no part"
             raise EngineError(
-                f"loss_fn={_name(self.loss)} of torch compares an output with targets, but the batch has {found} that "
-                "forward does not get; pass a function of (output, batch), such as "
-                f"loss_fn=lambda output, batch: {_name(self.loss)}(output, batch[1]), or name the others by inputs=."
+                f"loss_fn={_name(self.loss)} of torch needs one tensor of targets that forward does not get, but the "
+                f"batch leaves {found} for the loss; pass a function such as loss_fn=lambda output, batch: "
+                f"{_name(self.loss)}(output, batch[1]), or list the parts for forward in inputs= of engine.initialize."
             )
         return call_user_code(self.loss, (output, rest[0]), {})
 
@@ -221,4 +221,4 @@ def with_targets(loss_fn: LossFunction | None, inputs: ForwardInputs) -> LossFun
 
 def _name(loss: Any) -> str:
     inner = loss.func if isinstance(loss, partial) else loss
-    return str(getattr(inner, "__name__", type(inner).__name__))
+    return str(getattr(inner, "__name__", f"{type(inner).__name__}()"))

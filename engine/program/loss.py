@@ -149,14 +149,14 @@ def _check_weight(weight: Any, what: str) -> Tensor | float:
     if isinstance(weight, Tensor) and weight.ndim == 0:
         if weight.requires_grad:
             raise EngineError(
-                f"{what} has a gradient, so it is a second loss and not the number of summed losses; return the sum of "
-                "both losses, or (sum, weight) with the weight detached."
+                f"{what} requires a gradient, but the second value of a pair (sum, weight) is a constant number, by "
+                "which the engine divides the sum; add both values if the second is another loss, or else detach it."
             )
         return weight
     if isinstance(weight, Real):
         return float(weight)
     given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
-    raise EngineError(f"{what} is {given}; give a number or a 0-dim tensor with the sum.")
+    raise EngineError(f"{what} is {given}; give a pair (sum, weight) with a number or a 0-dim tensor as weight.")
 
 
 def check_trainable(loss: Tensor) -> None:

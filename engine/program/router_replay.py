@@ -86,8 +86,8 @@ class RouterReplay:
             if len(self._waiting) > 1 and any(self._waiting):
                 raise EngineError(
                     "a backward goes through several forwards with routed_experts, and blocks that the model's own "
-                    "gradient checkpointing runs again cannot tell which of these they belong to; set "
-                    'activation_checkpointing {"mode": "full"} in its place, or call backward after each forward.'
+                    "gradient checkpointing runs again cannot be matched to one of them; turn that checkpointing off "
+                    'and set activation_checkpointing {"mode": "full"}, or call backward after each forward.'
                 )
         entry = self._now[0]
         if entry is None:
@@ -201,8 +201,9 @@ class RouterReplay:
         left = ordered < 0
         if bool(((left.any(-1) & ~left.all(-1)) | ((ordered.diff(dim=-1) == 0) & ~left[..., 1:]).any(-1)).any()):
             raise EngineError(
-                f"batch['{KEY}'] has a position with an expert twice, or with a part of its experts, for "
-                f"{choice.router}; give {choice.chosen} different experts, or -1 in all places."
+                f"batch['{KEY}'] has, for {choice.router}, a position with an expert twice or with -1 in only some of "
+                f"its {choice.chosen} entries; give each position {choice.chosen} different experts, or -1 in all "
+                f"{choice.chosen} entries."
             )
 
     # ------------------------------------------------------------------ recording

@@ -350,7 +350,7 @@ def _pipeline_lines(plan: Plan) -> dict[str, str]:
     timeline = simulate(plan.schedule)
     picture = draw(timeline, 107).splitlines()
     what = "microbatches" if count == plan.config.pp else "microbatches of one stage"
-    idle = f"{timeline.bubble:.0%} idle, rank r holds {' '.join(map(str, peak_live(plan.schedule)))} {what}"
+    idle = f"{timeline.bubble:.0%} idle, ranks hold up to {', '.join(map(str, peak_live(plan.schedule)))} {what}"
     chosen = plan.decision.lines() if plan.decision else ()
     drawn = [f"{picture[0]}, {idle}", *chosen, *picture[1:]]
     return {"pipeline": _INDENT.join(lines), "schedule": _INDENT.join(drawn)}

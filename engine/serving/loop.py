@@ -59,7 +59,11 @@ class CommandLoop:
         beat: Callable[[], None] = lambda: None, retained: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         if (source is None) == (host.rank == 0):
-            raise EngineError("a command loop needs a source on rank 0, and on no other rank.")
+            given, remedy = ("no source", "pass one") if source is None else ("a source", "leave source out")
+            raise EngineError(
+                f"CommandLoop got {given} on rank {host.rank}, but rank 0 needs the argument source, and other ranks "
+                f"must not have it; {remedy} on rank {host.rank}."
+            )
         self._host, self._run, self._spoil, self._source, self._beat = host, run, spoil, source, beat
         self._own_retained, self._retained = retained, 0
         self.made = 0

@@ -60,8 +60,8 @@ def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.dev
     hosts = [told[rank][0] if rank in told else "" for rank in range(comm.grid.world_size)]
     (_, error), *_ = told.values()
     return EngineError(
-        f"{name_ranks(list(told), hosts)} failed in this step, so no rank makes it; see the error of the rank that "
-        f"failed: {error}"
+        f"{name_ranks(list(told), hosts)} failed in this step, so no rank updated its weights; see the error of the "
+        f"rank that failed: {error}"
     )
 
 

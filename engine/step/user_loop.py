@@ -379,9 +379,9 @@ class UserLoop:
         surplus = counts and step.microbatches >= self._accumulation
         if self._begins_microbatch() and surplus:
             raise EngineError(
-                f"backward was called for {step.microbatches + 1} microbatches; gradient_accumulation_steps is "
-                f"{self._accumulation}: call step() after each, or mark the end of a step with "
-                "eng.set_gradient_accumulation_boundary."
+                f"backward was called for {step.microbatches + 1} microbatches, but gradient_accumulation_steps is "
+                f"{self._accumulation}; call step() after microbatch {self._accumulation}, or, for longer steps, call "
+                "eng.set_gradient_accumulation_boundary(False) at first and (True) before step()."
             )
 
     def _refuse_unscaled(self, step: StepState) -> None:
@@ -399,8 +399,8 @@ class UserLoop:
         first, forwarded = self._begins_microbatch(), self.state is LoopState.FORWARDED
         if self._losses and not first and (pair != self._pairs or (pair and not forwarded)):
             raise EngineError(
-                "a microbatch has a second loss, and one of them is (sum, weight); add them before one backward, or "
-                "give means, which the engine adds."
+                "backward was called again in one microbatch, but the engine adds no other loss to a loss (sum, "
+                "weight); call eng.backward once with (sum of all losses, weight), or give means only."
             )
         if not self._control.managed:
             if pair:

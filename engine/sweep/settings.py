@@ -161,7 +161,7 @@ def _check_path(path: object, known: set[str], problems: Problems) -> None:
     plain = _INDEX.sub("", path) if isinstance(path, str) else ""
     if plain in known:
         if plain in _OWN:
-            problems.add(plain, "each trial of a sweep has its own; leave it out of space.")
+            problems.add(plain, 'the sweep sets this key itself for each trial; leave it out of "space".')
         return
     parent, _, key = plain.rpartition(".")
     level = [each.rpartition(".")[2] for each in sorted(known) if each.rpartition(".")[0] == parent]
@@ -208,10 +208,11 @@ def _check_between(settings: SweepConfig, problems: Problems) -> None:
             problems.add("trials", "missing; give the number of trials, or set grid to true.")
         return
     if settings.trials is not None:
-        problems.add("trials", f"{settings.trials} with grid, which runs each combination once; leave trials out.")
+        problems.add("trials", f"{settings.trials} is given, but grid runs each combination once; leave trials out.")
     for each in settings.space:
         if each.listed is None:
             problems.add(
                 join_path("space", each.path),
-                'a range of real numbers with grid, which has no combinations of it; give {"choices": [...]}.',
+                f'grid tries each value of a key, but {{"{each.form}": ...}} is a range of real numbers; give '
+                '{"choices": [...]}, or set grid to false and give trials.',
             )

@@ -180,8 +180,8 @@ class SweepStudy:
         for key, value in self._settings.identity.items():
             if known.get(key) != value:
                 raise ConfigError(
-                    f"{key}: {shown_value(value)} is not that of journal {self._settings.journal}, "
-                    f"{shown_value(known.get(key))}; give the same, or name another journal."
+                    f"{key}: {shown_value(value)} was given, but the sweep in journal {self._settings.journal} has "
+                    f"{shown_value(known.get(key))}; give the value of the journal, or set journal to another file."
                 )
 
     # ------------------------------------------------------------------ trials

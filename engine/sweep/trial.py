@@ -19,7 +19,7 @@ from engine.config import Config, load_raw
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.reporting.step_report import StepReport
-from engine.sweep.settings import SweepConfig
+from engine.sweep.settings import METRICS, SweepConfig
 from engine.sweep.study import Assignment
 
 CHECKPOINTS = "checkpoints"
@@ -112,8 +112,9 @@ class SweepTrial:
         """
         if self.engine is not None:
             raise EngineError(
-                f"trial {self.number} of the sweep initializes a second engine that trains, but follows one; give the "
-                "other one optimizer null, or write a loop over engine.Sweep."
+                f"trial {self.number} of the sweep initializes a second engine with an optimizer, but a trial has one "
+                "such engine; set optimizer to null for the other engine, or initialize it by engine.initialize in "
+                "your own loop over engine.Sweep."
             )
         plain: Callable[..., Engine] = initialize.__wrapped__  # type: ignore[attr-defined]
         given = signature(plain).bind(model, config, *args, **kwargs).arguments
@@ -201,5 +202,10 @@ def _number(report: StepReport, metric: str) -> float:
     name = metric.removeprefix("metrics/")
     found = report.metrics.get(name) if name != metric else getattr(report, metric)
     if found is None:
-        raise ConfigError(f"metric {metric} never comes: the report of update {report.step} has none; name another.")
+        present = [one for one in METRICS if getattr(report, one) is not None]
+        present += [f"metrics/{one}" for one in report.metrics]
+        raise ConfigError(
+            f"metric {metric} has no value in the step report of update {report.step}; set the sweep's metric to one "
+            f"that has a value: {', '.join(present)}."
+        )
     return float(found)

@@ -36,6 +36,8 @@ class Line:
     open: bool = True
     _inward: bytes = b""
     _outward: bytes = b""
+    _broken: bool = False
+    """True after a failed send."""
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queues ``message``, and sends queued bytes as far as possible without blocking. Closes the connection if more
@@ -47,14 +49,17 @@ class Line:
             self.close()
 
     def flush(self) -> None:
-        """Sends queued messages as far as possible without blocking; closes the connection after a network error."""
+        """Sends queued messages as far as possible without blocking, and drops them after a network error, on which
+        ``receive`` closes the connection.
+        """
         try:
             while self.open and self._outward:
                 self._outward = self._outward[self.link.send(self._outward) :]
         except BlockingIOError:
             pass
         except OSError:
-            self.close()
+            # the other side may have sent its last message, such as the cause of a hang, before it closed
+            self._outward, self._broken = b"", True
 
     @property
     def all_sent(self) -> bool:
@@ -73,7 +78,8 @@ class Line:
                 self._inward += piece
                 self.heard = time.monotonic() if piece else self.heard
         except BlockingIOError:
-            pass
+            if self._broken:
+                self.close()
         except OSError:
             self.close()
         *whole, self._inward = self._inward.split(b"\n")

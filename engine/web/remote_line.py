@@ -116,7 +116,10 @@ class RemoteLine:
         """
         reply = self.post(path, {} if tensor is None else {"0": tensor})
         if len(reply.tensors) > 1:
-            raise RemoteError(f"{self.url}{path} replied with {len(reply.tensors)} tensors; call post for several.")
+            raise RemoteError(
+                f"{self.url}{path} replied with {len(reply.tensors)} tensors, but this call returns at most one; call "
+                f'remote_model.line.post({path!r}, {{"0": tensor}}), and read all tensors from its result.tensors.'
+            )
         return next(iter(reply.tensors.values()), None)
 
     def new_ticket(self) -> str:
@@ -186,4 +189,7 @@ def _reply(response: httpx.Response) -> Reply:
     try:
         return Reply(load(response.content), int(response.headers.get(VERSION, 0)))
     except Exception as error:
-        raise RemoteError(f"the reply of {response.url} is no set of tensors: {first_line(error)}") from error
+        raise RemoteError(
+            f"the reply of {response.url} cannot be read as tensors in safetensors format ({first_line(error)}); check "
+            "that a Trine service answers at this address, and not another server."
+        ) from error

@@ -39,7 +39,10 @@ class CommitGroup:
 
     def __post_init__(self) -> None:
         if not 0 <= self.member < self.members:
-            raise EngineError(f"member {self.member} of {self.members} receivers; count members from 0.")
+            raise EngineError(
+                f"CommitGroup got member = {self.member} and members = {self.members}, but member must be at least 0 "
+                "and less than members; number the receivers of the group from 0."
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def settle(self, version: str, until: float) -> bool:

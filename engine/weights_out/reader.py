@@ -86,7 +86,10 @@ class WeightReader:
             with as_engine_errors():
                 self._geometry = self._open(self.url, until).get(wire.GEOMETRY, Geometry)
         if run is not None and self._geometry.run != run:
-            raise EngineError(f"the trainer {self.url} has started again; read its newest version.")
+            raise EngineError(
+                f"the trainer {self.url} was restarted and publishes run {self._geometry.run}, but the version to read "
+                f"is of run {run}; call update() of the WeightReceiver again for the newest version."
+            )
         return self._geometry
 
     def newest(self, until: float | None = None) -> WeightVersion | None:

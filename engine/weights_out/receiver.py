@@ -15,7 +15,7 @@ from time import monotonic
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.format.host_image import kind_of, torch_dtype
+from engine.checkpoint.format.host_image import kind_of, overwrite, torch_dtype
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.errors import EngineError
 from engine.kernels.device import is_host
@@ -200,12 +200,13 @@ class WeightReceiver:
         hashes = self._reader.fetch(version, shadows, known[2] if known is not None and same else None, until)
         if self._group is not None and not self._group.settle(version.name, until):
             raise EngineError(
-                f"version {version.number} is dropped, because a receiver of the group has not got it within "
-                f"{self._reader.deadline:g} s; give a longer deadline, or start the receiver again."
+                f"version {version.number} of the weights is dropped, because not all {self._group.members} receivers "
+                f"of the CommitGroup got it within {self._reader.deadline:g} s; restart receivers that have ended and "
+                "call update() again in all, or pass a longer deadline to WeightReader."
             )
         with torch.no_grad():
             for key, values in shadows.made.items():
-                live[key].copy_(values)
+                overwrite(live[key], values)
                 if peer is not None and live[key].is_contiguous() and is_host(live[key].device):
                     peer.image.share(key, live[key])  # so the shadow ends
         self.version, self._known = version, (version.run, peers, hashes)
@@ -253,8 +254,9 @@ def check_targets(geometry: Geometry, targets: Mapping[str, Target], architectur
             )
         if target.values.numel() != target.piece.elements:
             raise EngineError(
-                f"{key!r} has {target.values.numel():,} elements in the receiver, and its part of the tensor has "
-                f"{target.piece.elements:,}; allocate the tensor for its part."
+                f"the receiver's target {key!r} has {target.values.numel():,} elements in Target.values, but "
+                f"Target.piece describes {target.piece.elements:,}; allocate Target.values with "
+                f"{target.piece.elements:,} elements."
             )
     for key in geometry.served:
         if key not in targets:

@@ -135,7 +135,10 @@ class StagedVersion:
         if not update.keys:
             return self.drop()
         if self._reader is None or self._init is None:
-            raise EngineError("vLLM got a bucket of weights before its training; send init_weight_transfer_engine.")
+            raise EngineError(
+                "vLLM got POST /update_weights before it had the address of the training; send POST "
+                "/init_weight_transfer_engine with init_info (url, run) to the vLLM server first."
+            )
         if update.number != self._number:
             self._number, self._arrived = update.number, set()
         keys, version = tuple(update.keys), WeightVersion(self._init.run, update.number, None, 0)
@@ -159,7 +162,10 @@ class StagedVersion:
         geometry = self._reader.geometry()
         for key in geometry.served:
             if key not in self._arrived:
-                raise EngineError(f"version {self._number} has come without {key!r}; send all its buckets.")
+                raise EngineError(
+                    f"vLLM got version {self._number} of the weights without tensor {key!r}; send POST /update_weights "
+                    "with the keys of all tensors to the vLLM server before /finish_weight_update."
+                )
         return published(self._values, geometry.tensors)
 
     def drop(self) -> None:

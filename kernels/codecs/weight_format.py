@@ -387,7 +387,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...]) -> None:
     for argument, given in zip(func._schema.arguments, args, strict=False):
         if argument.is_write and isinstance(given, QuantizedWeight):
             raise EngineError(
-                f"a frozen weight of shape {list(given.shape)} is stored in {given.form.format.kind} (quantize_frozen) "
-                f"and was written by {func._schema.name}; write the model before engine.initialize, or name the weight "
-                "in quantize_frozen.skip."
+                f"{func._schema.name} was called to change a frozen weight of shape {list(given.shape)}, but "
+                f"quantize_frozen has stored it in {given.form.format.kind}, which is read-only; change the weight "
+                "before engine.initialize, or add its name to quantize_frozen.skip."
             )

@@ -9,7 +9,7 @@ import platform
 import resource
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from fcntl import ioctl
@@ -21,7 +21,7 @@ import engine
 from engine.errors import first_line
 from engine.launch.jobs.probe import sources_digest
 from engine.parallel.comm.host_barrier import NO_HOST, host_identity
-from engine.parallel.comm.launcher import route_address
+from engine.parallel.comm.launcher import addresses_of, interface_addresses, route_address
 from engine.parallel.grid import Order
 
 
@@ -84,14 +84,18 @@ class HostFacts:
         """Returns the network interface that gloo uses; None if there is no such interface.
 
         GLOO_SOCKET_IFNAME names it; without this variable, gloo uses the interface with an address to which the host's
-        name resolves.
+        name resolves, and the engine sets the variable to the interface of the route if that is the loopback interface.
         """
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)
-        for address in self.named_addresses:
-            for one in self.interfaces:
-                if address in one.addresses or (one.loopback and address.startswith("127.")):
-                    return one
+        named = next(filter(None, map(self._interface_of, self.named_addresses)), None)
+        routed = self._interface_of(self.route_address)
+        return routed if routed is not None and (named is None or named.loopback) else named
+
+    def _interface_of(self, address: str) -> InterfaceFacts | None:
+        for one in self.interfaces:
+            if address in one.addresses or (one.loopback and address.startswith("127.")):
+                return one
         return None
 
 
@@ -322,8 +326,8 @@ def _has_gpu() -> bool:
     return Path("/proc/driver/nvidia/version").exists() and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-_FLAGS, _ADDRESS, _ETHTOOL = 0x8913, 0x8915, 0x8946
-"""Linux ioctl requests SIOCGIFFLAGS, SIOCGIFADDR and SIOCETHTOOL."""
+_FLAGS, _ETHTOOL = 0x8913, 0x8946
+"""Linux ioctl requests SIOCGIFFLAGS and SIOCETHTOOL."""
 _UP, _LOOPBACK = 1, 8
 _SETTINGS = struct.Struct("IIIHBBBBBBIIHBBI8x")
 """``struct ethtool_cmd``: the first number is the command, 1 to read; speed is in two halves."""
@@ -338,26 +342,16 @@ def network_interfaces() -> tuple[InterfaceFacts, ...]:
 
 def _interface(asking: socket.socket, name: str) -> InterfaceFacts:
     request = struct.pack("16s24x", name.encode())
-    flags, addresses = 0, list[str]()
+    flags = 0
     with suppress(OSError):  # the interface has gone
         (flags,) = struct.unpack_from("H", ioctl(asking, _FLAGS, request), 16)
-    with suppress(OSError):  # the interface has no address
-        addresses.append(socket.inet_ntoa(ioctl(asking, _ADDRESS, request)[20:24]))
     return InterfaceFacts(
         name=name,
-        addresses=(*addresses, *_addresses_6(name)),
+        addresses=interface_addresses(name),
         up=bool(flags & _UP),
         loopback=bool(flags & _LOOPBACK),
         megabits=_megabits(asking, name),
     )
-
-
-def _addresses_6(name: str) -> Iterator[str]:
-    with suppress(OSError):  # the kernel has no IPv6
-        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            digits, *_, device = line.split()
-            if device == name:
-                yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
 
 
 def _megabits(asking: socket.socket, name: str) -> int | None:
@@ -369,12 +363,3 @@ def _megabits(asking: socket.socket, name: str) -> int | None:
     settings = _SETTINGS.unpack(answer)
     speed = int(settings[3]) | int(settings[12]) << 16
     return speed if 0 < speed < _UNKNOWN else None
-
-
-def addresses_of(name: str) -> tuple[str, ...]:
-    """Returns the addresses of a host name; empty if it does not resolve."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ()
-    return tuple(dict.fromkeys(str(place[0]) for *_, place in found))

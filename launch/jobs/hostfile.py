@@ -162,6 +162,9 @@ def _kept(host: Host, refused: tuple[int, ...] | None) -> Host | None:
     if not refused:
         return None
     if host.slots is None:
-        raise LaunchError(f"--exclude {host.name}:{refused[0]}: the slots of {host.name} are unknown; write slots=N.")
+        raise LaunchError(
+            f"--exclude {host.name}:{refused[0]} names a GPU, but the number of GPUs of {host.name} is unknown; write "
+            f'it as "{host.name} slots=N" in the file of --hostfile.'
+        )
     left = tuple(number for number in range(host.slots) if number not in refused)
     return _with(host, left) if left else None

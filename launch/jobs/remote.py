@@ -196,11 +196,12 @@ def unanswered(ssh: SshRequest, host: Host, answer: Answer) -> LaunchError:
     """Returns the error for a host that did not answer, with ``answer.reason``."""
     if not answer.lost:
         return LaunchError(
-            f"{host.name}: {ssh.python} does not run there ({answer.reason}); give --python PATH of one on all hosts."
+            f"{host.name}: {ssh.python} does not run there ({answer.reason}); pass --python PATH, where PATH is a "
+            "Python interpreter on every host."
         )
     return LaunchError(
         f"{host.name}: cannot be reached by ssh within {ssh.seconds:g} s ({answer.reason}); "
-        f"`{' '.join(ssh.ssh)} {host.name}` has to work without a password; otherwise remove it from {ssh.hostfile}."
+        f"make `{' '.join(ssh.ssh)} {host.name}` work without a password, or remove {host.name} from {ssh.hostfile}."
     )
 
 
@@ -214,7 +215,7 @@ def _own_problems(request: JobRequest, ssh: SshRequest, facts: HostReply) -> Ite
     elif not facts.script and request.form == "script":
         yield LaunchError(f"{name} has no {request.script} in {request.folder}; share the folder or copy the script.")
     if not facts.torch:
-        yield LaunchError(f"{name} has no torch for {ssh.python}; give --python PATH, or install it there.")
+        yield LaunchError(f"{name} has no torch for {ssh.python}; install torch there, or pass another --python PATH.")
     if facts.gpus and ranks > len(facts.gpus):
         yield LaunchError(
             f"{name} has {facts.gpu_text} but {ranks} ranks; each needs its own GPU: "

@@ -76,8 +76,8 @@ def _gpu(given: str | None) -> "tuple[str, GpuShape]":
     from engine.kernels.dispatch import has_triton, is_interpreted
 
     if not has_triton() or is_interpreted():
-        why = "TRITON_INTERPRET=1 is set" if has_triton() else "Triton is not installed"
-        raise PlanError(f"trine compile fills Triton's cache, but {why}; use an environment that compiles kernels.")
+        why = "TRITON_INTERPRET is set; unset it" if has_triton() else "Triton is not installed; install triton"
+        raise PlanError(f"trine compile fills Triton's cache with compiled kernels, but {why}.")
     import torch
 
     from engine.kernels.device import compiles_triton, device_name, find_accelerator

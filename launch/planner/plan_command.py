@@ -231,7 +231,10 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
     if config is not None or not any(first and one.fits and one.costs.layout == first.layout for one in planned):
         planned = [*_plain(asked, model, config, planned), *planned]
     if not planned:
-        raise PlanError(f"the engine refuses all of the fastest layouts; the first: {model.refused[0]}")
+        raise PlanError(
+            "the engine refuses all of the fastest layouts that --search has found; correct the model or configuration "
+            f"by the first refusal, or try more layouts with --top above {options.top}: {model.refused[0]}"
+        )
     if options.out is not None:
         _write(options.out, planned[0].settings)
     if options.json:

@@ -209,8 +209,16 @@ def _token_row(model: nn.Module, source: ModelSource, name: str) -> Batch:
     config = getattr(model, "config", None)
     context = source.context or (source.shape.context if source.shape else None)
     context = context or getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if config is None or not isinstance(context, int):
-        raise PlanError(f"MODEL {name} does not define its rows; return (module, rows) from it.")
+    if config is None:
+        raise PlanError(
+            f"MODEL {name} returns a module without a config of transformers, so the shapes of its inputs are unknown; "
+            "return (module, rows), with a batch of inputs as rows."
+        )
+    if not isinstance(context, int):
+        raise PlanError(
+            f"MODEL {name} has no max_position_embeddings in its config, so the length of its rows is unknown; give "
+            "the number of tokens in a row as --context N."
+        )
     return _tokens(context)
 
 

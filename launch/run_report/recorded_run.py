@@ -216,7 +216,10 @@ def _rank(path: Path) -> Iterator[RecordedRank]:
 def damaged_file(path: Path, error: Exception) -> EngineError:
     """Returns an EngineError for the damaged file ``path``; ``error``: exception from reading the file."""
     cause = f"{type(error).__name__}: {error}".rstrip(".")
-    return EngineError(f"{path} cannot be read ({cause}); it may be damaged: restore it, or train another step.")
+    return EngineError(
+        f"{path} cannot be read ({cause}), so the run cannot be reported; restore this file from a copy, or delete it "
+        "and continue the run with monitor.report, which writes the records again."
+    )
 
 
 _NUMBERS = ("loss", "lr", "grad_norm", "seconds", "tokens_per_second", "peak_bytes", "bytes_sent", "loss_scale")

@@ -92,7 +92,7 @@ def of_function(name: str) -> Subject:
 
     model, rows, loss_fn = parts()
     if rows is None:
-        rows = _tokens_for(model, name)
+        rows = _tokens_for(model, name, "return (module, rows), with a batch of at least two rows of inputs as rows")
     _check_rows(rows, name)
     elements = sum(parameter.numel() for parameter in model.parameters())
     words = f"{name}, {type(model).__name__} unchanged, {elements:,} parameters"
@@ -133,10 +133,13 @@ def _shrunk(kind: Any, config: Any, name: str, sizes: tuple[int, int]) -> Subjec
     return Subject(words=words, build=build, loss_fn=None, rows=_token_rows(VOCABULARY))
 
 
-def _tokens_for(model: nn.Module, name: str) -> Batch:
+def _tokens_for(model: nn.Module, name: str, remedy: str) -> Batch:
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if not isinstance(vocabulary, int):
-        raise PlanError(f"MODEL {name} does not define its rows; return (module, some rows of a batch) from it.")
+        raise PlanError(
+            f"MODEL {name} gives no batch of inputs, and its module has no config.vocab_size to draw tokens from; "
+            f"{remedy}."
+        )
     return _token_rows(vocabulary)
 
 
@@ -148,10 +151,15 @@ def _token_rows(vocabulary: int) -> Batch:
 def _check_rows(rows: Batch, name: str) -> None:
     tensors = [leaf for leaf in tree_leaves(rows) if isinstance(leaf, Tensor)]
     lengths = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
-    if len(lengths) != 1 or lengths <= {0, 1} or any(tensor.is_meta for tensor in tensors):
+    if len(lengths) != 1 or lengths <= {0, 1}:
         raise PlanError(
-            f"MODEL {name} returns first dims of {sorted(lengths)}; return at least two rows with content, the same "
-            "number in every tensor."
+            f"MODEL {name} returns rows whose tensors have the sizes {sorted(lengths)} in dim 0, but trine verify "
+            "needs the same size, at least 2, in every tensor; return (module, rows) with two rows or more."
+        )
+    if any(tensor.is_meta for tensor in tensors):
+        raise PlanError(
+            f"MODEL {name} returns rows on the meta device, but trine verify trains on their values; create the rows "
+            "on the CPU, and return (module, rows)."
         )
 
 
@@ -175,7 +183,8 @@ def of_call(call: ScriptCall, name: str, sizes: tuple[int, int]) -> Subject:
         rows = subject.rows if call.rows is None else _folded(call.rows)
     else:
         built = model.cpu()
-        rows = call.rows if call.rows is not None else _tokens_for(model, name)
+        missing = "pass a batch of at least two rows as example_batch to engine.initialize"
+        rows = call.rows if call.rows is not None else _tokens_for(model, name, missing)
         elements = sum(parameter.numel() for parameter in built.parameters())
         words = f"{type(model).__name__} of {name}, unchanged, {elements:,} parameters"
         subject = Subject(words=words, build=lambda: deepcopy(built), loss_fn=None, rows=rows)

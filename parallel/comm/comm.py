@@ -130,8 +130,11 @@ def _named_failure(
     who = absent(error)
     if launched:
         sleep(_HOLD_BACK_SECONDS)
-    stopped = f"A peer has probably stopped{f': {who}' if who else ''}; look for the first traceback of the job."
-    return EngineError(f"{what} failed: {first_line(error)}. {stopped}")
+    peers = f": {who}" if who else ""
+    return EngineError(
+        f"{what} failed: {first_line(error)}. A peer has probably stopped{peers}; look for the first traceback of the "
+        "job, which shows the cause."
+    )
 
 
 class Comm:
@@ -429,11 +432,8 @@ class Comm:
     def _issue(
         self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait], route: "_Route | None" = None
     ) -> Pending:
-        if route is None:
-            route = self._axis_route(axis)
-        dtype = str(full.dtype).removeprefix("torch.")
-        work = _Work(op, full.numel(), full.numel() * full.element_size(), dtype)
-        return self._launch(work, axis, label, call, route)
+        work = _Work(op, full.numel(), full.numel() * full.element_size(), str(full.dtype).removeprefix("torch."))
+        return self._launch(work, axis, label, call, route or self._axis_route(axis))
 
     def _axis_route(self, axis: Axis) -> "_Route":
         route = self._routes.get(axis)

@@ -170,8 +170,9 @@ class BroadcastGroup:
             yield
         except RuntimeError as error:
             raise EngineError(
-                f"the group {self._name} has lost one of {self._size} processes within {seconds:.1f} s "
-                f"({first_line(error)}); look for the first error of the others."
+                f"one of the {self._size} processes of the group {self._name!r} has failed, or did not answer within "
+                f"{seconds:.1f} s ({first_line(error)}); look for the first error in the output of the processes that "
+                "receive the weights."
             ) from error
 
 

@@ -20,9 +20,12 @@ import ctypes
 import os
 import signal
 import socket
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fcntl import ioctl
 from ipaddress import ip_address
+from pathlib import Path
 
 from engine.errors import GridError
 
@@ -237,6 +240,57 @@ def route_address(target: str) -> str:
     return ""
 
 
+def addresses_of(name: str) -> tuple[str, ...]:
+    """Returns the addresses of a host name; empty if it does not resolve."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(str(place[0]) for *_, place in found))
+
+
+def interface_addresses(name: str) -> tuple[str, ...]:
+    """Returns the IP addresses of this host's network interface ``name``."""
+    return (*_addresses_4(name), *_addresses_6(name))
+
+
+_ADDRESS = 0x8915
+"""Linux ioctl request SIOCGIFADDR."""
+
+
+def _addresses_4(name: str) -> Iterator[str]:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        yield socket.inet_ntoa(ioctl(asking, _ADDRESS, struct.pack("16s24x", name.encode()))[20:24])
+
+
+def _addresses_6(name: str) -> Iterator[str]:
+    with contextlib.suppress(OSError):  # the kernel has no IPv6
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            digits, *_, device = line.split()
+            if device == name:
+                yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+
+
+def gloo_interface(target: str) -> str:
+    """Returns the network interface on the route to host ``target`` if gloo would listen on the loopback interface, as
+    it does where this host's name resolves to 127.x or to no address of this host; otherwise ''.
+    """
+    route = route_address(target)
+    if not route or _is_loopback(route):
+        return ""
+    held = {name: interface_addresses(name) for _, name in socket.if_nameindex()}
+    for address in addresses_of(socket.gethostname()):
+        if _is_loopback(address):
+            break
+        if any(address in addresses for addresses in held.values()):
+            return ""
+    return next((name for name, addresses in held.items() if route in addresses), "")
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
 def loopback_words(place: Place, variables: _Variables) -> str:
     """Returns an error text with cause and remedy if a multi-node job has a loopback rendezvous address; otherwise ''.
 
@@ -249,7 +303,7 @@ def loopback_words(place: Place, variables: _Variables) -> str:
         found = {str(info[4][0]) for info in socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)}
     except OSError:
         return ""
-    if not all(ip_address(address.partition("%")[0]).is_loopback for address in found):
+    if not all(map(_is_loopback, found)):
         return ""
     return (
         f"{place.address} is {min(found)} here, an address of this node alone, but the job has {place.size // here} "

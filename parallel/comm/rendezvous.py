@@ -38,7 +38,7 @@ SLOW_SECONDS = 10.0
 _MOST_PAUSE_SECONDS = 0.25
 JOINED_CALLS = 3
 """Number of calls of each name that all ranks join."""
-_ALL = "every rank calls it; take it out of `if rank == 0:`, where only printing belongs."
+_ALL = "call it on every rank, outside of any `if rank == 0:` block."
 _REPORT_SECONDS = 2.0
 """Seconds that a rank with failed communication waits for reports of others, which notice at the same time."""
 
@@ -208,8 +208,8 @@ class Rendezvous:
     def _missing(self, ranks: Sequence[int], seconds: float) -> str:
         return (
             f"{name_ranks(ranks)} of {self.size} did not come to {self.place} within {seconds:.0f} s, so no rank "
-            "starts; look for their own errors, and start all of them with the same address (TRINE_TIMEOUT_SECONDS "
-            "waits longer)."
+            f"starts; read the output of {name_ranks(ranks)}, start all ranks with the same address, or raise "
+            "TRINE_TIMEOUT_SECONDS."
         )
 
 
@@ -352,7 +352,8 @@ class JointCalls:
         came = self._came()
         others = [rank for rank in range(self._size) if rank not in came]
         return (
-            f"{self._last} was called on {name_ranks(came)} and for {seconds:.0f} s not on {name_ranks(others)}: {_ALL}"
+            f"{self._last} was called on {name_ranks(came)}, but not on {name_ranks(others)} within {seconds:.0f} s; "
+            f"{_ALL}"
         )
 
     def _refuse_left(self) -> None:
@@ -365,8 +366,8 @@ class JointCalls:
         came = self._came()  # after the others: a rank makes its last call before it leaves
         if gone := [rank for rank in left if rank not in came]:
             raise EngineError(
-                f"{self._last} was called on {name_ranks(came)} and not on {name_ranks(gone)}, where the engine is "
-                f"closed or the script has ended: {_ALL}"
+                f"{self._last} was called on {name_ranks(came)}, but not on {name_ranks(gone)}, where the engine is "
+                f"closed or the script has ended; {_ALL}"
             )
 
     def _here(self) -> str:

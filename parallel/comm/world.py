@@ -38,7 +38,7 @@ from engine.errors import GridError, first_line
 from engine.kernels.device import ACCELERATORS, collectives_for, count_devices, find_accelerator, use_device
 from engine.parallel.comm.backend import Backend
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.launcher import Place, find_place, local_rank, loopback_words, read_count
+from engine.parallel.comm.launcher import Place, find_place, gloo_interface, local_rank, loopback_words, read_count
 from engine.parallel.comm.rendezvous import SLOW_SECONDS
 from engine.parallel.grid import Grid
 
@@ -232,6 +232,7 @@ def open_world(world: World, store: Store | None = None) -> None:
     if dist.is_initialized():
         return
     store = open_store(world) if store is None else store
+    _choose_interface(world)
     began = time.monotonic()
     backend = collectives_for(world.device)
     bound = world.device if world.device.type in ACCELERATORS else None
@@ -247,6 +248,15 @@ def open_world(world: World, store: Store | None = None) -> None:
             )
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_failure(world, time.monotonic() - began, error) from error
+
+
+def _choose_interface(world: World) -> None:
+    """Sets GLOO_SOCKET_IFNAME, unless it is set, where other hosts would not reach the interface that gloo chooses."""
+    if world.place is None or world.size == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    if name := gloo_interface(world.place.address):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+        logger.info("gloo uses %s, because the name of this host resolves to an address that others do not reach", name)
 
 
 def meeting_point(world: World) -> str:

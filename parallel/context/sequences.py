@@ -255,9 +255,9 @@ class SequenceEntry(QuietMode):
         given = f"a sequence of {length} positions (dim {dim} of a batch tensor of shape {list(tensor.shape)})"
         if length < 2 * ranks * unit:
             raise EngineError(
-                f"{given} with parallel.context {ranks}: every context rank computes two runs of at least {unit} "
-                f"position{'s' * (unit > 1)}; pass at least {2 * ranks * unit} positions, or set parallel.context to "
-                f"at most {max(1, length // (2 * unit))}."
+                f"{given} is too short for parallel.context {ranks}, because each context rank computes two pieces of "
+                f"at least {unit} position{'s' * (unit > 1)}; pass at least {2 * ranks * unit} positions, or set "
+                f"parallel.context to at most {max(1, length // (2 * unit))}."
             )
         if length % unit:
             raise EngineError(

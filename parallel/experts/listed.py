@@ -194,8 +194,8 @@ class SharedList:
             return expert.answers[call].view(*x.shape[:-1], self._found.out)
         raise EngineError(
             f"{self._found.names[number]} was called outside the forward of {self._found.block}, but with "
-            "parallel.expert its rows are sent to another rank from there; call the block, or leave parallel.expert "
-            "out."
+            "parallel.expert only this forward sends rows to the ranks of the experts; call "
+            f"{self._found.block} instead, or leave parallel.expert out."
         )
 
     @torch.no_grad()
@@ -213,9 +213,9 @@ class SharedList:
 
     def _differs(self) -> EngineError:
         return EngineError(
-            f"{self._found.block} asks its experts for other rows when its forward runs again with the same random "
-            "numbers and buffers, which parallel.expert does to send rows to other ranks; let the forward depend on "
-            "its arguments only, or leave parallel.expert out."
+            f"parallel.expert runs the forward of {self._found.block} twice with equal arguments, random numbers and "
+            "buffers, but the second run passed its experts different rows; compute these rows from the arguments of "
+            "the forward only, or leave parallel.expert out."
         )
 
     def _exchange(self) -> None:

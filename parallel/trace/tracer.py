@@ -167,9 +167,9 @@ def _run(
 
 def _fails_on_zeros(read: OnZeros, error: Exception) -> str:
     return (
-        f"the model reads the content of a tensor ({read.operation} {read.where}), which stands for zeros while the "
-        f"model is traced on shapes, and its code does not take zeros ({first_line(error)}); compute from shapes "
-        "there, or use the data axis and ZeRO alone, which need no trace."
+        "the engine traces the model with tensors of zeros, but the model reads the content of a tensor "
+        f"({read.operation} {read.where}) and fails on zeros ({first_line(error)}); compute from shapes there, or "
+        "set parallel.tensor, parallel.pipeline and parallel.context to 1, which needs no trace."
     )
 
 

@@ -224,7 +224,7 @@ def test_a_client_state_has_strings_for_keys(tmp_path: Path) -> None:
         engine.CheckpointError, match=r"client_state has the key 1 \(int\), but keys are strings in JSON"
     ):
         eng.save_checkpoint(tmp_path, client_state={"table": [{1: "a"}]})
-    with pytest.raises(engine.EngineError, match="save_checkpoint was given save_dir ''; pass the folder of the run"):
+    with pytest.raises(engine.EngineError, match="save_checkpoint was given save_dir '', which names no folder; pass"):
         eng.save_checkpoint("")
 
 
@@ -318,8 +318,8 @@ def test_arguments_of_members_act_or_are_refused(tmp_path: Path) -> None:
     refused: tuple[tuple[Callable[[], object], str], ...] = (
         (lambda: eng.eval_batch(iter(given), reduce_output=None), "reduce_output=None.: the loss is always a mean"),
         (lambda: eng.eval_batch(iter(given), num_micro_batches=3), "a call reads the 2 microbatches of a step"),
-        (lambda: eng.load_checkpoint(tmp_path, custom_load_fn=print), "weights are read by name into their places"),
-        (lambda: eng.load_module_state_dict({}, custom_load_fn=print), "load_module_state_dict.custom_load_fn"),
+        (lambda: eng.load_checkpoint(tmp_path, custom_load_fn=print), "load_checkpoint was given custom_load_fn, but"),
+        (lambda: eng.load_module_state_dict({}, custom_load_fn=print), "load_module_state_dict was given custom_load"),
         (lambda: eng.module_state_dict(prefix="a."), "rename them in the result"),
     )
     for call, says in refused:

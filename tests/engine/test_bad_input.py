@@ -100,7 +100,7 @@ def test_step_before_backward_and_too_many_backwards() -> None:
         for _ in range(4):
             eng.backward(eng(tokens[:, :-1], tokens[:, 1:])[1])
         text = message(lambda: eng.backward(eng(tokens[:, :-1], tokens[:, 1:])[1]))
-        assert text.startswith("backward was called for 5 microbatches; gradient_accumulation_steps is 4: call step()")
+        assert text.startswith("backward was called for 5 microbatches, but gradient_accumulation_steps is 4; call")
         assert "train_batch was called inside an unfinished accumulation" in message(lambda: eng.train_batch(None))
         assert eng.step() is not None, "the mistake did not spoil the step"
 
@@ -178,7 +178,7 @@ def test_models_that_cannot_be_trained() -> None:
         start(models.decoder().to(torch.float8_e4m3fn)), engine.PlanError
     )
     kept = CONFIG | {"keep_fp32": ["*norm*"]}
-    assert "'tokens.weight' is bfloat16 in an fp32 run with keep_fp32" in message(
+    assert "'tokens.weight' is bfloat16, but keep_fp32 keeps modules in fp32 only if" in message(
         lambda: engine.initialize(models.decoder().bfloat16(), kept, loss_fn=loss_sum), engine.PlanError
     )
     assert "model is a int; give an nn.Module or a callable" in message(start(3), engine.PlanError)
@@ -191,7 +191,7 @@ def test_models_that_cannot_be_trained() -> None:
     )
     odd = models.decoder()
     odd.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
-    assert "parameter 'phase' is complex64; only real floating parameters" in message(start(odd), engine.PlanError)
+    assert "parameter 'phase' is complex64, but only parameters of a real" in message(start(odd), engine.PlanError)
     with torch.device("meta"):
         empty = nn.Sequential(nn.Flatten(), models.NanoBlock(4, 2), models.Nano())
     assert message(start(empty), engine.PlanError).startswith(
@@ -322,7 +322,8 @@ def ends_early() -> tuple[str, float]:
 def test_iterator_that_ends_early_on_one_rank_stops_all(run_ranks: RunRanks) -> None:
     (first, loss), (second, same) = run_ranks(ends_early, 2)
     assert (
-        first.startswith("rank 1 (") and "so no rank makes it; see the error of the rank that failed: Engine" in first
+        first.startswith("rank 1 (")
+        and "so no rank updated its weights; see the error of the rank that failed: Engine" in first
     )
     assert second.startswith(
         "the iterator ended after 2 of 4 microbatches; a step needs gradient_accumulation_steps = 4"

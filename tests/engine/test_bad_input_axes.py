@@ -116,8 +116,9 @@ WRONG_SIZES: list[tuple[int, dict[str, Any], str]] = [
     (2, {"pipeline": 2, "split": ["blocks.1", "norm"]},
      "parallel.split names 2 calls, but 2 stages need 1; name the call that starts each stage except the first."),
     (3, {"pipeline": 3, "split": ["blocks.1", "blocks.0"]},
-     "parallel.split: 'blocks.0' does not come after the entry before it; name calls in the order"),
-    (2, {"pipeline": 2, "split": ["tokens"]}, "parallel.split: 'tokens' is the first call of the forward; name"),
+     "parallel.split: the entry 'blocks.0' does not come after the entry 'blocks.1' in the forward; list"),
+    (2, {"pipeline": 2, "split": ["tokens"]},
+     "parallel.split: the entry 'tokens' names the first module call of the forward, but stage 0 starts there"),
     (2, {"tensor": 2, "tensor_plan": {"*.queri": "column", "*.output": "row"}},
      "parallel.tensor_plan: '*.queri' matches no module and no parameter; "),
 ]  # fmt: skip
@@ -223,7 +224,7 @@ def test_schedules_that_do_not_exist(alone: Callable[..., str], seen: bool, tmp_
     assert file(b"0F0 0F1 0F2 0F3\n1F0 1F1 1F2 1F3\n").startswith(
         "schedule FILE has 2 lines and 4 microbatches, and no backward; this run needs"
     )
-    assert file(b"0F0 0X0\n1F0 1B0\n").startswith("FILE, line 1: '0X0' is not an action; write stage, F, B, I or W,")
+    assert file(b"0F0 0X0\n1F0 1B0\n").startswith("FILE, line 1: '0X0' is not an action; write the number of the")
     assert file(b"").startswith("schedule FILE over 0 stages and 0 microbatches is empty;")
     assert file(b"\xff\xfe\x00").startswith("schedule FILE is not a text file; name a file of actions")
 
@@ -245,9 +246,9 @@ WRONG_PLANS: list[tuple[Mapping[str, str], str]] = [
     ({"blocks.*.up": "column", "*.up": "row"}, "blocks.0.up gets two styles, 'column' from 'blocks.*.up' and 'row'"),
     ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', but 'columm' is no word of a style;"),
     ({"blocks.*.up": "column rows:0-64/64-128", "blocks.*.down": "row"},
-     "the style 'column rows:0-64/64-128' of blocks.0.up lists rows for 2 tensor ranks, but tensor is 3; list the"),
+     "the style 'column rows:0-64/64-128' of blocks.0.up lists rows for 2 tensor ranks, but parallel.tensor is 3;"),
     ({"blocks.*.up": "column rows:0-64/64-100/0-1", "blocks.*.down": "row"},
-     "the rows in the style 'column rows:0-64/64-100/0-1' of blocks.0.up must cover its 128 rows exactly; list"),
+     "the style 'column rows:0-64/64-100/0-1' of blocks.0.up leaves out row 100, but must list each of the"),
 ]  # fmt: skip
 
 

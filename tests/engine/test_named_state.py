@@ -260,7 +260,7 @@ def test_mistakes_are_sentences_and_spoil_nothing(stage: int, run_ranks: RunRank
         "clip_gradients was called inside an unfinished accumulation (1 of 2 microbatches): the norm",
         "gradients: 'nose.*' matches no trained parameter; ",
         "gradients: data ranks have written different values into",
-        "backward was called for 3 microbatches; gradient_accumulation_steps is 2",
+        "backward was called for 3 microbatches, but gradient_accumulation_steps is 2",
         "gradients were written after the step that used them, without effect",
         "masters: data ranks have written different values into",
         "gradients was called after close(), which released",

@@ -143,5 +143,7 @@ def test_a_model_in_ddp_trains_as_without(run_ranks: Callable[..., list[Any]]) -
 
 def test_a_model_that_is_sharded_already_is_refused() -> None:
     wrapper = type("FullyShardedDataParallel", (nn.Linear,), {})
-    with pytest.raises(engine.PlanError, match="sharded already; give the module as it was before"):
+    with pytest.raises(
+        engine.PlanError, match="sharded already, but the engine shards them itself; pass the module without FSDP"
+    ):
         start(wrapper(3, 3))

@@ -253,7 +253,7 @@ def wrong(given: Tensor) -> Iterator[tuple[Any, str]]:
     yield given.clone().fill_(EXPERTS), f"has {EXPERTS} for model.layers.0.mlp.gate"
     yield given.clone().fill_(-2), "has -2 for model.layers.0.mlp.gate"
     yield given.clone().fill_(1), "an expert twice"
-    yield given.clone().index_fill(3, torch.tensor(0), -1), "a part of its experts"
+    yield given.clone().index_fill(3, torch.tensor(0), -1), "with -1 in only some of its 2 entries"
 
 
 def refusals(given: Tensor, world: World) -> list[str]:

@@ -14,4 +14,12 @@ JOB_ENDS = (
             "test_a_monitor_ends_when_its_ranks_have_closed_before_its_first_look",
         ),
     ),
+    Fault(
+        name="a-failed-send-closes-before-the-last-message",
+        about="A host that reports to a hub which has just closed loses the cause of the hang, and blames another rank.",
+        file="engine/watchdog/exchange.py",
+        old='self._outward, self._broken = b"", True',
+        new="self.close()",
+        tests=("tests/engine/watchdog/test_exchange.py::test_the_last_message_of_a_hub_that_has_closed_is_read",),
+    ),
 )

@@ -116,7 +116,7 @@ MISTAKES["save_checkpoint on rank 0, where rank 1 has ended"] = (
     "eng = engine.initialize(model, CONFIG)\n"
     "eng.train_batch(batch)\n"
     "if eng.grid.rank == 0:\n    eng.save_checkpoint('run')",
-    "save_checkpoint was called on rank 0 and not on rank 1, where the engine is closed or the script has ended: every",
+    "save_checkpoint was called on rank 0, but not on rank 1, where the engine is closed or the script has ended; call",
 )
 QUICK = ("a misspelt key",)
 

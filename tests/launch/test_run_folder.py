@@ -57,7 +57,7 @@ def test_another_run_is_refused_in_one_sentence(tmp_path: Path, changes: dict[st
     config = settings(out, seed=changes.get("seed", 1))
     with pytest.raises(EngineError, match=said) as raised:
         open_run(options(out), config, changes.get("corpus", TEXT), changes.get("shape", SHAPE))
-    assert f"use --fresh to keep it as {tmp_path / 'run.1'}" in str(raised.value)
+    assert f"pass --fresh to rename the folder to {tmp_path / 'run.1'}" in str(raised.value)
     assert (out / "run.json").read_bytes() == before
 
 

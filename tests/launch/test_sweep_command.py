@@ -101,7 +101,7 @@ def test_promoted_trials_go_on_from_their_checkpoints_to_the_same_losses(
     [
         ({"metric": None}, (), "metric null is for a loop that calls trial.report; give loss, or metrics/NAME."),
         ({"metric": "metrics/top1"}, (), "metric metrics/top1 never comes, because monitor.metrics of the"),
-        ({"metric": "mfu"}, (), "metric mfu never comes: the report of update 1 has none; name another."),
+        ({"metric": "mfu"}, (), "metric mfu has no value in the step report of update 1; set the sweep's metric"),
         ({"report_every": 50}, (), "has ended after 2 updates without a report, and report_every is 50; lower it"),
         ({}, ("--resume-pruned", "-1"), "promote -1 is not a number of trials; give a whole number of at least 0."),
         ({}, ("--nproc-per-node", "0"), "--nproc-per-node 0 is not a number of processes; give at least 1."),
@@ -123,7 +123,7 @@ def test_a_mistake_is_one_sentence(
         ("print(1)", "train.py ends without a call of engine.initialize that trains; give the script"),
         ("import engine; config = {'train_batch_size': 1}; import torch\n"
          "for _ in range(2): eng = engine.initialize(torch.nn.Linear(2, 2), config)",
-         "trial 0 of the sweep initializes a second engine that trains, but follows one; give the"),
+         "trial 0 of the sweep initializes a second engine with an optimizer, but a trial has one"),
     ],
     ids=["none", "two"],
 )  # fmt: skip

@@ -104,7 +104,7 @@ def test_jobs_that_ended_long_ago_are_counted_and_their_pids_may_be_of_other_pro
 
 def test_a_folder_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path)]) == 1
-    assert f"{tmp_path} has no watchdog_report.json, so no job that reports there has hung" in capsys.readouterr().err
+    assert f"{tmp_path} has no watchdog_report.json, which the watchdog writes when a job" in capsys.readouterr().err
     (tmp_path / "watchdog_report.json").write_text("{}")
     assert main(["watch", str(tmp_path)]) == 1
     assert "cannot be read (KeyError: 'views'); it may be damaged; remove it, and" in capsys.readouterr().err

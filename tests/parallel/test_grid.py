@@ -180,7 +180,7 @@ def test_an_axis_below_one_is_refused_by_name(sizes: tuple[int, int, int], said:
 
 @pytest.mark.parametrize("size", [0, 3, 8])
 def test_shard_groups_share_the_data_axis_evenly(size: int) -> None:
-    with pytest.raises(GridError, match=f"shard size {size} does not divide the 4 data ranks; give a divisor of 4"):
+    with pytest.raises(GridError, match=f"shard_size = {size} does not divide the 4 data ranks; set it to a divisor"):
         Grid(dp=4, shard_size=size)
 
 
@@ -189,7 +189,8 @@ def test_experts_divide_the_data_axis_evenly(experts: int) -> None:
     with pytest.raises(GridError) as caught:
         Grid(dp=6, experts=experts)
     assert str(caught.value) == (
-        f"expert size {experts} does not divide the 6 data ranks, over which experts are laid; give one of 1, 2, 3, 6."
+        f"parallel.expert = {experts} does not divide the 6 data ranks, over which experts are laid; give one "
+        "of 1, 2, 3, 6."
     )
 
 
@@ -197,8 +198,8 @@ def test_experts_and_shard_groups_fit_into_each_other() -> None:
     with pytest.raises(GridError) as caught:
         Grid(dp=12, shard_size=4, experts=6)
     assert str(caught.value) == (
-        "expert size 6 and zero_optimization.shard_size 4 do not fit into each other, but groups of experts and shard "
-        "groups are runs of neighbours, one inside the other; give one of 1, 2, 4, 12."
+        "parallel.expert = 6 and zero_optimization.shard_size 4 do not fit into each other, but groups of experts and "
+        "shard groups are runs of neighbours, one inside the other; give one of 1, 2, 4, 12."
     )
     assert Grid(dp=12, shard_size=2, experts=6).size("ep") == Grid(dp=12, shard_size=6, experts=2).size("edp") == 6
 

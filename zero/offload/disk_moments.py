@@ -382,8 +382,8 @@ class DiskMoments:
         says = self._agreement.sentence(rank, str(self._lost or self._failure))
         if lost is None:
             raise EngineError(
-                f"rank {rank} could not update from disk, also when all ranks repeated it, so no rank makes this step "
-                f"and all have the state before it; save a checkpoint on another disk: {says}"
+                f"rank {rank} could not read or write its optimizer files on disk in two attempts, so all ranks have "
+                f"undone this step; save a checkpoint on another disk, or repeat the step once this disk works: {says}"
             )
         self._lost = EngineError(says)
         raise EngineError(

@@ -55,8 +55,9 @@ def read_megatron(files: Files, folder: Path, optimizer: bool = True) -> tuple[F
     """
     if optimizer:
         raise CheckpointError(
-            f"{folder} is in Megatron's torch format, whose optimizer state has no names; load it with "
-            "load_optimizer_states=False, convert it with --weights-only, or save it as torch_dist."
+            f"{folder} is in Megatron's torch format, which stores optimizer state without parameter names; load it "
+            "with load_optimizer_states=False, convert it with trine convert --weights-only, or save it with "
+            "Megatron's --ckpt-format torch_dist."
         )
     ranks = _ranks(files, folder)
     first = next(iter(ranks.values()))

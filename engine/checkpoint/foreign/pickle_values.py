@@ -71,9 +71,7 @@ def read_pickle(
             f"{what} is damaged: its pickle has {len(data):,} bytes, but at most {LIMIT:,} are read; {COPY_AGAIN}"
         )
     try:
-        return _Machine(call, persistent).run(bytes(data))
-    except CheckpointError as error:
-        raise CheckpointError(f"{what}: {error}") from error
+        return _Machine(what, call, persistent).run(bytes(data))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
         raise CheckpointError(
             f"{what} is damaged: its pickle cannot be read ({type(error).__name__}); {COPY_AGAIN}"
@@ -130,8 +128,8 @@ _LITERALS = frozenset({
 class _Machine:
     """Stack and memo of a pickle."""
 
-    def __init__(self, call: Call, persistent: Callable[[Any], Any]) -> None:
-        self._call, self._persistent = call, persistent
+    def __init__(self, what: str, call: Call, persistent: Callable[[Any], Any]) -> None:
+        self._what, self._call, self._persistent = what, call, persistent
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
         """Stacks below each mark."""
@@ -151,8 +149,8 @@ class _Machine:
                 step = getattr(self, f"on_{name.lower()}", None)
                 if step is None:
                     raise CheckpointError(
-                        f"its pickle has the opcode {name}, which torch.save does not write; save the checkpoint again "
-                        "with torch.save."
+                        f"{self._what} has the pickle opcode {name}, which torch.save does not write; save the "
+                        "checkpoint again with torch.save."
                     )
                 step(argument)
         (value,) = self._stack

@@ -86,7 +86,7 @@ def read_dcp(files: Files, folder: Path, optimizer: bool = True) -> tuple[Foreig
         if optimizer or not _of_optimizer(place):
             _put(parts, place, _value(files, described, chunks.get(name, []), name, what), files)
     common = value_dict(read_torch_file(files, folder / COMMON), COMMON) if COMMON in files.names(folder) else {}
-    groups = _groups(parts, common, files) if optimizer else []
+    groups = _groups(parts, common, files, folder) if optimizer else []
     wrapper = next((word for word in _WRAPPERS if all(name.startswith(word) for name in parts.weights)), "")
     tensors = {f"param/{name.removeprefix(wrapper)}": tensor for name, tensor in parts.weights.items()} | parts.moments
     made = _updates(parts, common, groups)
@@ -121,7 +121,9 @@ def _chunks(stored: Mapping[Any, Any], folder: Path, what: str) -> dict[str, lis
             raise CheckpointError(f"{what} is damaged: it stores a chunk without a name; {COPY_AGAIN}")
         if info.get("transform_descriptors"):
             raise CheckpointError(
-                f"{folder} has compressed chunks, which are not read; save it without _extensions of the writer."
+                f"{folder} has chunks that the _extensions of torch's FileSystemWriter have changed, for example "
+                "compressed, but only plain chunks can be read; save it again with a FileSystemWriter without "
+                "_extensions."
             )
         name, file = index.get("fqn"), info.get("relative_path")
         if not isinstance(name, str) or not isinstance(file, str) or not _FILE.fullmatch(file):
@@ -234,12 +236,14 @@ def _unstacked(name: str, tensor: SpannedTensor) -> Iterator[tuple[str, SpannedT
 # ------------------------------------------------------------------ groups and counters
 
 
-def _groups(parts: _Parts, common: Mapping[Any, Any], files: Files) -> list[ParameterGroup]:
+def _groups(parts: _Parts, common: Mapping[Any, Any], files: Files, folder: Path) -> list[ParameterGroup]:
     """Returns the optimizer's groups; without written groups, parameters with equal options form one."""
-    if parts.moments and not any(f"{name.partition('/')[2]}" in parts.weights for name in parts.moments):
+    stored = [name.partition("/")[2] for name in parts.moments]
+    if stored and not any(name in parts.weights for name in stored):
         raise CheckpointError(
-            "the optimizer's state in this folder does not name the model's parameters; load it with "
-            "load_optimizer_states=False, or convert it with --weights-only."
+            f"the optimizer state in {folder} is stored by names such as {stored[0]!r}, but no saved weight has one of "
+            "these names; load the weights alone with load_optimizer_states=False, or convert the folder with trine "
+            "convert --weights-only."
         )
     listed: list[tuple[list[str], dict[str, Any]]] = []
     for _, options in sorted(parts.groups.items(), key=lambda item: str(item[0]).rjust(9)):

@@ -69,8 +69,8 @@ class TorchTensor:
         self.check_row(tensor)
         if not 0 <= first <= first + piece.elements <= self.kind.elements:
             raise CheckpointError(
-                f"{self.path}: {tensor} needs elements {first} to {first + piece.elements} of {self.kind.elements}: "
-                f"the file is damaged; {COPY_AGAIN}"
+                f"{self.path} is damaged: {tensor} ends at element {first + piece.elements:,} of a saved tensor, but "
+                f"the saved tensor has only {self.kind.elements:,} elements; {COPY_AGAIN}"
             )
         return FileSpan(self.path, self.start + first * self.kind.width, piece)
 
@@ -155,7 +155,7 @@ class _Entries:
         pickles = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise CheckpointError(
-                f"{path} is no file of torch.save: it has {len(pickles)} entries data.pkl in place of 1; pass a file "
+                f"{path} is no file of torch.save: it has {len(pickles)} entries data.pkl instead of 1; pass a file "
                 "that torch.save has written."
             )
         folder = pickles[0].removesuffix("data.pkl")
@@ -165,7 +165,10 @@ class _Entries:
         """Returns the bytes of a small entry."""
         entry = self._entry(name)
         if entry.file_size > LIMIT:
-            raise CheckpointError(f"{self._path} is damaged: {name} has {entry.file_size:,} bytes; {COPY_AGAIN}")
+            raise CheckpointError(
+                f"{self._path} is damaged: its entry {name!r} has {entry.file_size:,} bytes, but at most {LIMIT:,} are "
+                f"read; {COPY_AGAIN}"
+            )
         return self._archive.read(entry)
 
     def storage(self, persistent: Any) -> _Storage:
@@ -173,13 +176,14 @@ class _Entries:
         word, kind, key, *_ = persistent if isinstance(persistent, tuple) and len(persistent) == 5 else (None,) * 3
         if word != "storage" or not isinstance(kind, PickledName) or not isinstance(key, str):
             raise CheckpointError(
-                "its pickle refers to an object that is not a tensor's storage; save the checkpoint again with "
-                "torch.save."
+                f"{self._path} has a persistent id that is not the storage of a tensor, but torch.save writes no "
+                "others; load the file with the program that wrote it, and save it again with torch.save."
             )
         code = _STORAGES.get(kind.attribute, "U8" if kind.attribute == "UntypedStorage" else None)
         if code is None:
             raise CheckpointError(
-                f"it has tensors of the class {kind}, which are not read; save them in another dtype."
+                f"{self._path} has a tensor in a {kind}, which cannot be read; convert the tensor to float32, "
+                "bfloat16, float16 or an integer dtype, and save the file again with torch.save."
             )
         entry = self._entry(f"data/{key}")
         return _Storage(code, self._path, self._start + self._first_byte(entry), entry.file_size)
@@ -261,13 +265,15 @@ def _tensor(storage: _Storage, code: str, place: tuple[Any, ...]) -> TorchTensor
     numbers = (first, *shape, *strides)
     if code == "?" or len(shape) != len(strides) or len(shape) > 64 or not all(map(_is_natural, numbers)):
         raise CheckpointError(
-            "its pickle has a tensor of an unknown dtype or shape; save the checkpoint again with torch.save."
+            f"{storage.path} has a tensor of an unknown dtype or shape; load it with torch.load, convert the tensor to "
+            "a dtype such as float32, and save the file again with torch.save."
         )
     kind = TensorKind(code, shape)
     last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if prod(shape) else -1
     if (last + 1) * kind.width > storage.bytes:
         raise CheckpointError(
-            f"a tensor of shape {list(shape)[:8]} reaches beyond its storage: the file is damaged; {COPY_AGAIN}"
+            f"{storage.path} has a tensor of shape {list(shape)[:8]} that ends at byte {(last + 1) * kind.width:,} of "
+            f"its storage, but the storage has only {storage.bytes:,} bytes: the file is damaged; {COPY_AGAIN}"
         )
     return TorchTensor(kind, storage.path, storage.start + first * kind.width, strides)
 

@@ -157,15 +157,19 @@ def _run(value: Any, shape: tuple[int, ...], files: int, what: str) -> StoredRun
     run = PieceRun(stored.piece, count)
     if not single and (step < 1 or count < 2 or not stored.piece.elements):
         raise CheckpointError(
-            f"{what}: {count} pieces of every {step} files are no run: the file is damaged; {COPY_AGAIN}"
+            f'{what} has a run with "count" {count}, "step" {step} and {stored.piece.elements} elements in a piece, '
+            'but a run needs a "count" of at least 2, a "step" of at least 1, and at least 1 element in a piece: the '
+            f"file is damaged; {COPY_AGAIN}"
         )
     if file + (count - 1) * step >= files:
         raise CheckpointError(
-            f"{what}: file number {file + (count - 1) * step} is not below {files}: it is damaged; {COPY_AGAIN}"
+            f"{what} refers to file number {file + (count - 1) * step}, but file numbers are below {files}, the number "
+            f"of files: the file is damaged; {COPY_AGAIN}"
         )
     if run.piece(count - 1).stop > stored.piece.part.elements:
         raise CheckpointError(
-            f"{what}: a run of {count} pieces ends outside the part: the file is damaged; {COPY_AGAIN}"
+            f"{what} has a run that ends at element {run.piece(count - 1).stop:,}, but this part of the tensor has "
+            f"only {stored.piece.part.elements:,} elements: the file is damaged; {COPY_AGAIN}"
         )
     return StoredRun(run, stored.key, file, step)
 

@@ -198,9 +198,12 @@ class StepReader:
                     got += int(shared.length.sum())
             # pieces cover a tensor once, so a number of elements proves that no element of the request is missing
             if got != want.piece.elements or got * tensor.kind.width != len(want.target):
+                width = len(want.target) // max(1, want.piece.elements)
                 raise CheckpointError(
-                    f"{self.step}: {want.tensor!r} is stored as {tensor.kind}, of which {want.piece} is no piece; "
-                    "load a checkpoint of the same model."
+                    f"{self.step} has {want.tensor!r} with shape {list(tensor.kind.shape)[:8]} and {tensor.kind.width} "
+                    f"bytes per element ({tensor.kind.dtype}), but this run needs shape "
+                    f"{list(want.piece.part.shape)[:8]} and {width} bytes per element; load a checkpoint of a model "
+                    "with equal shapes and dtypes."
                 )
         return {file: sorted(members, key=lambda copy: copy.start) for file, members in sorted(found.items())}
 

@@ -62,7 +62,11 @@ def _tensor(parameter: nn.Parameter, call: str, read: _Read, local: bool, value:
 def _is_trained(owner: Owner, call: str, value: Tensor | None) -> bool:
     trained = any(row.name == owner.name and row.trainable for row in owner.engine.plan.table)
     if not trained and value is not None:
-        raise EngineError(f"{call} was given the frozen parameter {owner.name!r}; write it in GatheredParameters.")
+        raise EngineError(
+            f"{call} was given the frozen parameter {owner.name!r}, but only trained parameters have fp32 weights, "
+            "gradients and optimizer state; write to param.data inside `with "
+            "deepspeed.zero.GatheredParameters(param):`."
+        )
     return trained
 
 

@@ -125,7 +125,8 @@ class StoreConnection:
         def attempt() -> T:
             if self._closed.is_set():
                 raise GridError(
-                    f"the connection to the {self.noun} {self.url} has been closed; start the engine again."
+                    f"this process closed its connection to the {self.noun} {self.url} before a request was answered; "
+                    "run the script again, and call close() only after the last request."
                 )
             try:
                 result = request()

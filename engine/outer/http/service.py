@@ -37,8 +37,8 @@ def check_host(host: str, token: str) -> None:
     """
     if not token and not is_loopback(host):
         raise LaunchError(
-            f"--host {host} serves other hosts, and a store without a token serves its own only; set TRINE_OUTER_TOKEN "
-            "or outer.token_file, or leave --host out."
+            f"--host {host} lets other hosts connect, and a store serves them only with a token; set the environment "
+            "variable TRINE_OUTER_TOKEN or the key outer.token_file, or leave --host out."
         )
 
 

@@ -73,8 +73,9 @@ def replay(folder: str | Path) -> Replayed:
         if event["kind"] == "start" and state is None:
             if not event["keep"]:
                 raise CheckpointError(
-                    f"{path} was written by a store that removes merged bodies, and a replay needs all; start the "
-                    "store with keep in a new folder."
+                    f"{path} was written by trine outer without --keep, which removes each pushed update after its "
+                    "merge, but a replay needs all pushed updates; start trine outer with --keep and a new --folder "
+                    "before a training that you want to replay."
                 )
             state = StoreState(event["settings"], event["store"])
         if state is None:
@@ -85,7 +86,10 @@ def replay(folder: str | Path) -> Replayed:
             return Replayed(merges, _versions(state), str(error))
         merges += event["kind"] == "merge"
     if state is None:
-        raise CheckpointError(f"{path / TRACE} has no events; give the folder of a store.")
+        raise CheckpointError(
+            f"{path / TRACE}, the journal of a store, is missing or has no events; give the folder that trine outer "
+            "has written (its --folder, outer.folder or outer-store)."
+        )
     return Replayed(merges, _versions(state))
 
 
@@ -115,7 +119,8 @@ def recover(journal: Journal, state: StoreState, settings: Mapping[str, Any]) ->
             apply_stored(state, journal.folder, event)
         except DifferentMergeError as error:
             raise CheckpointError(
-                f"{journal.folder}: {error}; start the store with the software that has written the journal."
+                f"trine outer cannot restore its state from {journal.folder}, because {error}; start it with the "
+                "versions of Trine and PyTorch and on the kind of CPU that it ran with before."
             ) from error
         needed.update(filter(None, [body_name(event)]))
         position = end
@@ -132,6 +137,6 @@ def _check_settings(folder: Path, first: Event, settings: Mapping[str, Any], num
     for name, value in {**settings, "number of the store": number}.items():
         if name not in _MAY_CHANGE and known.get(name) != value:
             raise CheckpointError(
-                f'{folder} was written with "{name}" {known.get(name)!r}, but the configuration has {value!r}; give '
-                "another folder, or the configuration of before."
+                f'{folder} was written with "{name}" {known.get(name)!r}, but the configuration has {value!r}; set it '
+                "back to the first value, or give another folder."
             )

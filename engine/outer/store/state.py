@@ -295,7 +295,7 @@ class StoreState:
         found = hash_of(flats)
         if event.get("hash", found) != found:
             raise DifferentMergeError(
-                f"version {number} of fragment {fragment.index} has the hash {found}, but the journal says "
+                f"version {number} of fragment {fragment.index} has the hash {found} instead of the journal's "
                 f"{event['hash']}"
             )
         used = [push for push in chosen if push.finite or self.content is Content.SUMS]

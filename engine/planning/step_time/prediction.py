@@ -87,7 +87,7 @@ def place_axes(grid: Grid, hosts: Sequence[str], links: HostLinks) -> AxisLinks:
         GridError: the number of hosts is not the number of ranks.
     """
     if len(hosts) != grid.world_size:
-        raise GridError(f"{len(hosts)} ranks have a host, and the grid has {grid.world_size}; give one host for each.")
+        raise GridError(f"hosts has {len(hosts)} hosts for {grid.world_size} ranks; give one host for each rank.")
     axes = dict.fromkeys(("tp", "dp", "cp", grid.sharding, *grid.data_axes, "replica", "world"))
     lines = list(grid.groups("pp"))
     patterns: tuple[Pattern, ...] = ("all_reduce", "all_gather")

@@ -23,10 +23,12 @@ from typing import Any
 import xxhash
 
 from engine.checkpoint.format.filesystem import Files, named, write_new
-from engine.errors import COPY_AGAIN, CheckpointError
+from engine.errors import CheckpointError
 
 MARK = b"\xf7TRINEJ1"
 _PREFIX, _NEW = "journal-", ".new"
+RESTORE_FOLDER = "restore serve.folder from a backup, or set serve.folder to a new folder."
+"""End of messages about a damaged journal."""
 _FRAME, _RECORD = struct.Struct("<8sQQ"), struct.Struct("<II")
 _FRAME_BYTES = 8 << 20
 """Bytes after which records go into another frame."""
@@ -310,7 +312,7 @@ def _read(files: Files, file: int, path: Path) -> Iterator[tuple[int, JournalRec
         data = _frame_at(files, file, position, size)
         if data is None:
             if _has_frame_after(files, file, position + 1, size):
-                raise CheckpointError(f"{path} is damaged at byte {position:,}; {COPY_AGAIN}")
+                raise CheckpointError(f"{path} is damaged at byte {position:,}; {RESTORE_FOLDER}")
             return
         end, at = position + _FRAME.size + len(data), 0
         while at < len(data):

@@ -5,9 +5,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from engine.errors import COPY_AGAIN, CheckpointError
+from engine.errors import CheckpointError
 from engine.serving.bookkeeping.entry import INTERNAL, EntryState, FutureEntry
-from engine.serving.bookkeeping.journal import CommandJournal, JournalRecord
+from engine.serving.bookkeeping.journal import RESTORE_FOLDER, CommandJournal, JournalRecord
 from engine.serving.bookkeeping.ledger import Ledger
 from engine.serving.bookkeeping.queue import FairQueue
 from engine.serving.bookkeeping.session import ClientSession, LedgerLimits
@@ -59,7 +59,10 @@ class Restart:
             try:
                 self._read(record)
             except (KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(f"record {record.identity} of the journal is damaged; {COPY_AGAIN}") from error
+                raise CheckpointError(
+                    f"record {record.identity} of the service's journal is damaged or of another version of Trine; "
+                    f"{RESTORE_FOLDER}"
+                ) from error
 
     def _read(self, record: JournalRecord) -> None:
         kind, _, name = record.identity.partition("/")
@@ -178,6 +181,6 @@ class Restart:
         yield restore
         if isinstance(restore.result, Failure):
             raise CheckpointError(
-                f"snapshot {name} of model {model} could not be loaded: {restore.result.error} Give the folder of the "
-                "service unchanged."
+                f"the service cannot load the snapshot {name} of model {model}; start it with the --model of its last "
+                f"run and the unchanged folder serve.folder, or with a new folder: {restore.result.error}"
             )

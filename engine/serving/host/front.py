@@ -41,8 +41,8 @@ def service_token(serve: ServeConfig) -> str:
         raise ConfigError(f"the token in {serve.token_env} is not one word of printable ASCII; give one.")
     if not token and not is_loopback(serve.host):
         raise LaunchError(
-            f"the address {serve.host} serves other hosts, and a service without a token serves its own only; set "
-            f"{serve.token_env}, or serve 127.0.0.1."
+            f"the address {serve.host} lets other hosts connect, and a service serves them only with a token; set the "
+            f"environment variable {serve.token_env}, or serve 127.0.0.1."
         )
     return token
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from types import FrameType
 from typing import Any, Final
 
@@ -200,13 +200,20 @@ class _OneEngine:
         return self._engine
 
     def create(self, model_id: str, adapter: Adapter | None) -> Engine:
-        raise PlanError("this service shares one engine; start `trine serve` for models of clients.")
+        raise PlanError(
+            f"this service cannot create model {model_id}, because engine.serve shares one engine among all clients; "
+            f'use model "{SHARED}", or start `trine serve`, under which each client creates models.'
+        )
 
     def get(self, model_id: str) -> Engine:
         return self._engine
 
     def drop(self, model_id: str) -> None:
-        raise PlanError(f"model {model_id} is shared by all clients and stays.")
+        raise PlanError(
+            f'unload_model, or load_weights without "optimizer": true, would remove model "{model_id}", which all '
+            'clients of this service share; leave unload_model out, or send load_weights with "optimizer": true to '
+            "load weights and optimizer state into the existing model."
+        )
 
     def close(self) -> None:
         """Leaves the engine to its owner."""
@@ -231,7 +238,10 @@ def _signals_to(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
     try:
         renew()
     except ValueError as error:
-        raise EngineError("a service runs in the main thread of its process; call it there.") from error
+        raise EngineError(
+            f"engine.serve was called in the thread {current_thread().name!r}, but it handles signals, and Python "
+            "allows this in the main thread only; call engine.serve in the main thread of each rank."
+        ) from error
     try:
         yield renew
     finally:

@@ -28,6 +28,9 @@ _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _ROUTERS = ("gate", "router")
 """Names of linear layers that choose experts; ``gate_proj`` is none."""
 
+_OPTIONS = {"attention": "train_attn", "perceptron": "train_mlp", "unembedding": "train_unembed"}
+"""Keys of a client's lora_config that choose a role."""
+
 
 class LowRank(Protocol):
     """Interface of a LoRA adapter's configuration: rank, seed, and kinds of adapted layers."""
@@ -70,9 +73,10 @@ def find_targets(model: nn.Module, adapter: LowRank) -> tuple[str, ...]:
     found = tuple(name for name, role in _roles(model) if asked[role])
     if not found:
         roles = ", ".join(role for role, wanted in asked.items() if wanted) or "nothing"
+        useful = {f"{_OPTIONS[role]} to true": None for _, role in _roles(model)}
         raise ConfigError(
-            f"the adapter trains {roles}, of which {type(model).__name__} has no linear layer; train attention, the "
-            "perceptron or the unembedding."
+            f"lora_config selects {roles}, so the adapter trains no linear layer of {type(model).__name__}; in "
+            f"lora_config, set {', or '.join([*useful, 'rank to 0, which trains all parameters'])}."
         )
     return found
 

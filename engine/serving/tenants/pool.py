@@ -114,7 +114,9 @@ class TenantPool:
             EngineError: a tenant of this id exists.
         """
         if model_id in self._tenants:
-            raise EngineError(f"tenant {model_id!r} exists already; drop it, or give another id.")
+            raise EngineError(
+                f"tenant {model_id!r} exists already; call drop({model_id!r}) first, or give another model_id."
+            )
         self._refuse_full(adapter)
         began = time.perf_counter()
         engine = self._adapted(adapter) if adapter is not None else self._full()
@@ -131,7 +133,10 @@ class TenantPool:
         """
         tenant = self._tenants.get(model_id)
         if tenant is None:
-            raise EngineError(f"there is no tenant {model_id!r}; create it first.")
+            raise EngineError(
+                f"the pool has no tenant with model_id {model_id!r}; call create({model_id!r}, adapter) of TenantPool "
+                "first."
+            )
         self._park_others(tenant)
         return tenant.engine
 
@@ -165,12 +170,13 @@ class TenantPool:
         limits, full = self._limits, sum(tenant.full for tenant in self._tenants.values())
         if adapter is None and full >= limits.full:
             raise ConfigError(
-                f"{full} full-parameter tenants exist and the limit tenants.full is {limits.full}; train adapters, "
-                "drop a tenant, or raise the limit."
+                f"{full} full-parameter tenants exist and the limit serve.tenants.full is {limits.full}; train an "
+                "adapter, unload a model, or raise the limit."
             )
         if adapter is not None and len(self._tenants) - full >= limits.adapters:
             raise ConfigError(
-                f"{limits.adapters} tenants with adapters exist, which is the limit tenants.adapters; drop one."
+                f"{limits.adapters} tenants with adapters exist, and the limit serve.tenants.most is "
+                f"{limits.adapters}; unload a model, or raise the limit."
             )
         if adapter is not None and not 1 <= adapter.rank <= limits.rank:
             raise ConfigError(f"the adapter has rank {adapter.rank}; give a rank from 1 to {limits.rank}.")

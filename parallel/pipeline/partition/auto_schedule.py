@@ -151,7 +151,8 @@ def choose(
                 found.append(_try(Tried(kind.name, virtual_stages), stages, machine, limit))
     fit = [(tried, schedule) for tried, schedule in found if not tried.refused]
     if not fit:
-        raise ScheduleError(_refusal([tried for tried, _ in found], machine, limit))
+        counts = [machine.ranks * held for held, stages in sorted(cuts.items()) if not isinstance(stages, str)]
+        raise ScheduleError(_refusal([tried for tried, _ in found], counts, machine, limit))
     fastest = min(tried.seconds for tried, _ in fit)
     # in the order of trials: fewer stages first, then the simpler kind
     chosen, schedule = next(pair for pair in fit if pair[0].seconds <= fastest * _NEAR)
@@ -181,7 +182,7 @@ def peak_bytes(schedule: Schedule, stages: Sequence[MicrobatchCost]) -> tuple[in
     return tuple(max(accumulate(map(change, row)), default=0) for row in schedule.per_rank)
 
 
-def _refusal(found: Sequence[Tried], machine: Machine, limit: int) -> str:
+def _refusal(found: Sequence[Tried], counts: Sequence[int], machine: Machine, limit: int) -> str:
     weighed = [tried for tried in found if tried.peak_bytes > limit]
     if weighed:
         least = min(weighed, key=lambda tried: tried.peak_bytes)
@@ -190,8 +191,9 @@ def _refusal(found: Sequence[Tried], machine: Machine, limit: int) -> str:
             f"{least.name} holds least, {least.peak_bytes:,}; raise this limit, or use smaller microbatches."
         )
     return (
-        f"parallel.schedule 'auto' has no schedule with these stages on {machine.ranks} ranks; start as many stages in "
-        "parallel.split as there are pipeline ranks, or name a schedule."
+        f'parallel.schedule "auto" has no schedule for {" or ".join(map(str, counts))} stages on {machine.ranks} '
+        f"pipeline ranks; make {machine.ranks} stages by listing the first module of every stage but stage 0 in "
+        'parallel.split, or choose a schedule for several stages per rank, such as "interleaved".'
     )
 
 

@@ -168,11 +168,13 @@ def _read_split(trace: ModelTrace, stages: int, split: Sequence[str]) -> list[in
             "starts each stage except the first."
         )
     starts = [_find(trace, entry) for entry in split]
-    for before, after, entry in zip([0, *starts], starts, split, strict=False):
+    for before, after, entry, earlier in zip([0, *starts], starts, split, ["", *split], strict=False):
         if after <= before:
-            why = "is the first call of the forward" if after == 0 else "does not come after the entry before it"
+            first = "names the first module call of the forward, but stage 0 starts there without an entry"
+            why = first if after == 0 else f"does not come after the entry {earlier!r} in the forward"
             raise PlanError(
-                f"parallel.split: {entry!r} {why}; name calls in the order of the forward, without the first call."
+                f"parallel.split: the entry {entry!r} {why}; list the module calls that start the stages after stage "
+                "0, in the order of the forward."
             )
     return starts
 
@@ -183,9 +185,10 @@ def _find(trace: ModelTrace, entry: str) -> int:
     if not found:
         raise PlanError(f"parallel.split: the forward calls no unit {entry!r}; {_names_instead(trace, name)}.")
     if not number.isdecimal() or int(number) >= len(found):
+        numbers = "0" if len(found) == 1 else f"a number from 0 to {len(found) - 1}"
         raise PlanError(
-            f"parallel.split: {entry!r} names call {number} of {name!r}, which is called {len(found)} times, "
-            f"counted from 0; write a number up to {len(found) - 1}."
+            f"parallel.split: {entry!r} names call {number} of {name!r}, but the forward makes {len(found)} "
+            f"call{'s' * (len(found) > 1)} of it and the first has number 0; write {numbers} after the colon."
         )
     return found[int(number)]
 

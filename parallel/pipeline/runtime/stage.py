@@ -114,8 +114,8 @@ class GlueForward(StageForward, TorchFunctionMode):
         if event != self._calls + self._operations:
             expected = self._expected()
             raise EngineError(
-                f"the forward reaches {what} where its trace has {expected}: the code between units takes another "
-                "path; make it depend on the shapes of the input only."
+                f"the forward reaches {what}, but the recorded forward has {expected} there; let the code between "
+                "module calls run the same operations for all inputs of the same shapes."
             )
 
     def _expected(self) -> str:
@@ -245,7 +245,8 @@ class Stage:
         """
         if received.keys() != plan.receives.keys():
             raise EngineError(
-                f"stage {plan.stage} got the values {sorted(received)}; pass exactly {sorted(plan.receives)}."
+                f"Stage.forward got tensors for the values {sorted(received)} in argument received, but stage "
+                f"{plan.stage} receives the values {sorted(plan.receives)}; pass one tensor for each, and no other."
             )
         self._intercept(trace)
         kind = GlueForward if plan.tier == 2 else StageForward

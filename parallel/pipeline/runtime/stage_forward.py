@@ -30,7 +30,7 @@ from engine.parallel.trace.model_trace import (
     Recipe,
 )
 
-_REMEDY = "its path depends on more than the shapes of the input; make it the same for every microbatch."
+_REMEDY = "let the forward of the model make the same calls for all inputs of the same shapes."
 
 
 def leaves_of(out: Any) -> list[Any]:
@@ -112,7 +112,9 @@ class StageForward:
         self.stop_after(call.event if call else None)
         if call is None or call.unit != unit:
             expected = f"unit {call.unit!r}" if call else "the end"
-            raise EngineError(f"the forward calls unit {unit!r} where its trace has {expected}: {_REMEDY}")
+            raise EngineError(
+                f"the forward calls unit {unit!r}, but the recorded forward has {expected} there; {_REMEDY}"
+            )
         self._check_event(call.event, f"unit {unit!r}")
         self._calls += 1
         # only some calls refer to arguments, and flattening them costs host time
@@ -132,8 +134,8 @@ class StageForward:
         for number, tensor in self.sent.items():
             if number not in self._apart and _has_hook(tensor):
                 raise EngineError(
-                    f"{self.trace.describe(number)} has a hook (register_hook) where its trace has none, and goes to "
-                    f"another stage: {_REMEDY}"
+                    f"{self.trace.describe(number)} goes to another stage and has a hook (register_hook), but had none "
+                    "when the engine recorded the forward; register the hook in every forward or in none."
                 )
         missing = [number for number in self.plan.sends if number not in self.sent]
         if missing:
@@ -142,7 +144,7 @@ class StageForward:
             what = f"a call of unit {self.trace.calls[self._calls].unit!r}"
         else:
             return
-        raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
+        raise EngineError(f"the forward ended before {what}, but the recorded forward reaches it; {_REMEDY}")
 
     def stop_after(self, event: int | None) -> None:
         """Raises StopForward if this stage needs neither ``event`` nor a later event of the recorded forward.
@@ -174,8 +176,11 @@ class StageForward:
         """
         leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):
+            numbers = [leaf.value for leaf in output.leaves if isinstance(leaf, FromValue)]
+            what = self.trace.describe(numbers[0]) if numbers else "the output of a unit"
             raise EngineError(
-                f"a unit returned {len(leaves)} leaves where the trace has {len(output.leaves)}: {_REMEDY}"
+                f"{what} consists of {len(leaves)} values, but of {len(output.leaves)} in the recorded forward; "
+                "return the same number of values for all inputs of the same shapes."
             )
         for position, number in writes:
             self._keep(number, arguments[position])
@@ -219,8 +224,8 @@ class StageForward:
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
             what = self.trace.describe(number)
             raise EngineError(
-                f"{what} is {verb} as {tensor.dtype} {tuple(tensor.shape)} where the trace has {value.dtype} "
-                f"{value.shape}: its shape depends on more than the shapes of the input; make it depend on them alone."
+                f"{what} is {verb} as {tensor.dtype} {tuple(tensor.shape)}, but is {value.dtype} {value.shape} in the "
+                "recorded forward; give it the same dtype and shape for all inputs of the same shapes."
             )
 
     def _rebuild(self, leaf: Leaf, arguments: list[Any]) -> Any:

@@ -69,7 +69,10 @@ class Action(NamedTuple):
         """
         found = _TOKEN.fullmatch(token)
         if found is None:
-            raise ScheduleError(f"{token!r} is not an action; write stage, F, B, I or W, and microbatch, such as 2F5.")
+            raise ScheduleError(
+                f"{token!r} is not an action; write the number of the stage, then one of the letters F, B, I and W, "
+                "then the number of the microbatch, such as 2F5."
+            )
         return cls(Op(found[2]), int(found[1]), int(found[3]))
 
 
@@ -104,8 +107,8 @@ class Schedule:
             )
         if len(self.stages_of_rank) != len(self.per_rank):
             raise ScheduleError(
-                f"schedule {self.name} has {len(self.per_rank)} rows and stages for {len(self.stages_of_rank)} ranks; "
-                "write one row for each rank."
+                f"schedule {self.name} has actions for {len(self.per_rank)} ranks (per_rank), but stages for "
+                f"{len(self.stages_of_rank)} ranks (stages_of_rank); give both one entry for each pipeline rank."
             )
         held = Counter(stage for stages in self.stages_of_rank for stage in stages)
         wrong = sorted(stage for stage in held.keys() | set(range(self.stages)) if held[stage] != 1)

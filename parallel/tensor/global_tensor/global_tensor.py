@@ -280,12 +280,12 @@ def refuse_below(context: "GlobalTensorContext") -> None:
         )
     if context.axis.name == "cp":
         raise LocalOnlyError(
-            f"{caller} got a tensor with this rank's positions of a sequence, but accepts plain tensors only; compute "
-            "it with functions of torch, or set parallel.context to 1."
+            f"{caller} accepts plain tensors only, but with parallel.context = {context.axis.size} it got a tensor "
+            f"with the positions of one rank; replace {caller} by functions of torch, or set parallel.context to 1."
         )
     raise LocalOnlyError(
-        f"{caller} got a tensor that is sharded over tensor ranks, but accepts plain tensors only; set the style "
-        '"replicate" for the module that calls it in parallel.tensor_plan.'
+        f"{caller} got a tensor that is sharded over tensor ranks, but accepts plain tensors only; give the "
+        f'module that calls {caller} the style "replicate" in parallel.tensor_plan.'
     )
 
 

@@ -158,7 +158,10 @@ def _complete(buffer: SymmetricBuffer, device: torch.device) -> None:
         try:
             buffer.check()
         except RuntimeError as error:
-            raise EngineError(f"a product of experts failed: {error}; find the first traceback of the job.") from error
+            raise EngineError(
+                f"a grouped matrix multiplication over expert ranks failed: {error}; look for the first traceback of "
+                "the job, which shows the cause."
+            ) from error
 
 
 def _check(rows: Tensor, weight: Tensor, count: int) -> None:
@@ -172,9 +175,10 @@ def _check(rows: Tensor, weight: Tensor, count: int) -> None:
             f"{count} rows; pass rows [rows, inputs], sorted by expert, and experts [experts, inputs, outputs]."
         )
     if any(size * rows.element_size() % _ALIGNED for size in weight.shape[1:]):
+        inputs, outputs = weight.shape[1:]
         raise EngineError(
-            f"experts {tuple(weight.shape)} of {weight.dtype} have rows that are no multiple of {_ALIGNED} bytes, "
-            f"which a kernel cannot send; choose inputs and outputs that are multiples of {_ALIGNED} bytes."
+            f"the experts have {inputs} inputs and {outputs} outputs in {weight.dtype}, but the kernel sends rows in "
+            f"units of {_ALIGNED} bytes; make both feature sizes multiples of {_ALIGNED // rows.element_size()}."
         )
 
 
@@ -188,6 +192,7 @@ def _check_room(rows: Tensor, weight: Tensor, route: ExpertRoute) -> None:
     tiles = route.rows.most_tiles(tile.rows) * -(-widest // tile.columns)
     if not route.buffer.fits(size, tiles):
         raise EngineError(
-            f"a rank would send {size} bytes in {tiles} tiles to another, but a slot has room for {holds.capacity} "
-            f"bytes and {holds.most} tiles; send fewer rows at once, or open the memory with larger slots."
+            f"a rank would send {size} bytes in {tiles} tiles to another rank, but route.buffer has capacity = "
+            f"{holds.capacity} bytes and most = {holds.most} tiles for one call; pass fewer rows to one call, or give "
+            "Comm.open_symmetric larger SlotSizes."
         )

@@ -115,8 +115,9 @@ class _Cutting:
             noun = "inputs" if kind == "row" else "outputs" if kind else f"rows of dim {target.dim}"
             if size % (unit * parts):
                 raise PlanError(
-                    f"{name} has {size} {noun}, but its style {style.text!r} needs {parts} equal parts of whole heads "
-                    f"of width {unit}; correct the style."
+                    f"{name} has {size} {noun}, but its style {style.text!r} needs a multiple of {unit * parts} "
+                    f"(head width {unit} times {parts} fused part{'s' * (parts > 1)}); set another head:WIDTH or "
+                    f"fused:PARTS in the style of {name} in parallel.tensor_plan."
                 )
             noun = f"heads of width {unit}" if unit > 1 else noun
             shared = kind == "column" and bool(self.heads[name])
@@ -130,14 +131,16 @@ class _Cutting:
         assert style.rows is not None
         if len(style.rows) != self.tp:
             raise PlanError(
-                f"the style {style.text!r} of {name} lists rows for {len(style.rows)} tensor ranks, but tensor is "
-                f'{self.tp}; list the rows for {self.tp} ranks, or set parallel.tensor_plan to "auto".'
+                f"the style {style.text!r} of {name} lists rows for {len(style.rows)} tensor ranks, but "
+                f"parallel.tensor is {self.tp}; list the rows for {self.tp} ranks, or set parallel.tensor_plan to "
+                '"auto".'
             )
-        held_rows = {row for runs in style.rows for start, stop in runs for row in range(start, stop)}
-        if held_rows != set(range(size)):
+        listed, rows = {row for runs in style.rows for run in runs for row in range(*run)}, set(range(size))
+        if listed != rows:
+            fault = f"leaves out row {min(rows - listed)}" if rows - listed else f"lists row {min(listed - rows)}"
             raise PlanError(
-                f"the rows in the style {style.text!r} of {name} must cover its {size} rows exactly; list every row "
-                "for at least one rank."
+                f"the style {style.text!r} of {name} {fault}, but must list each of the rows 0 to {size - 1} for at "
+                "least one tensor rank, and no other row; correct the style in parallel.tensor_plan."
             )
 
     def _size(self, name: str) -> int:
@@ -183,7 +186,7 @@ class _Cutting:
                 if cuts.setdefault(first, cut) != cut:
                     raise PlanError(
                         f"{first} is shared by {owners[first]} and {name}, but their styles shard it differently; give "
-                        'both the same sharding, or give both "replicate".'
+                        'both the same sharding, or give both the style "replicate".'
                     )
                 if self.styles[name].view:
                     shown.add(first)
@@ -210,7 +213,7 @@ class _Cutting:
                     continue  # an alias of a parameter of a layer inside (BERT's head); OutsideReads finds other reads
                 raise PlanError(
                     f"{first} is sharded, but {owner or 'the model itself'} uses the same parameter unsharded; give "
-                    f'{owner or "it"} the same style, or give both "replicate".'
+                    f'{owner or "it"} the same style, or give both the style "replicate".'
                 )
 
     def _names_of(self, target: _Target) -> list[str]:
@@ -228,9 +231,9 @@ class _Cutting:
                 width = self.heads[name]
                 if width is not None and tuple(parameter.shape) != (width,):
                     raise PlanError(
-                        f"{name}.{local} has the shape {tuple(parameter.shape)}, but partial is for norms over one "
-                        f"head of width {width}, because a rank has only some of the heads; use tensor = 1 or "
-                        "replicate this attention."
+                        f'{name}.{local} has the shape {tuple(parameter.shape)}, but the style "partial" is for norms '
+                        f"over one head of width {width}; set parallel.tensor to 1, or give {_split(name)[0]} and its "
+                        'layers the style "replicate" in parallel.tensor_plan.'
                     )
                 found.add(self.names[id(parameter)][0])
         return frozenset(found)
@@ -257,8 +260,9 @@ class _Cutting:
     def _local_outputs(self, child: str, owner: str) -> int:
         if self.kinds.get(child) != "column":
             raise PlanError(
-                f"the style of {owner} names {child}, but only column layers of the plan have local outputs; name one "
-                "of them."
+                f"the style {self.styles[owner].text!r} of {owner} needs the number of outputs of {child} on each "
+                f'tensor rank, but {child} does not have the style "column"; in parallel.tensor_plan, give {child} '
+                f'this style, or name a layer with the style "column" in the style of {owner}.'
             )
         return held(self._cut(child, next(self._targets(child))).ranges, 0)
 
@@ -313,7 +317,7 @@ def _kind(name: str, module: nn.Module, style: Style) -> LayerKind | None:
             cut = "nn.Linear, Conv1D and nn.Embedding" if wanted == "vocabulary" else "nn.Linear and Conv1D"
             raise PlanError(
                 f"{name} is a {type(module).__name__}, but the style {style.text!r} is for {cut}; "
-                'narrow its pattern or give it "replicate".'
+                'narrow its pattern or give it the style "replicate".'
             )
         kinds: dict[str, LayerKind] = {"vocabulary": "head", "column": "column", "column+gather": "column+gather"}
         return kinds.get(wanted, "row")
@@ -331,8 +335,8 @@ def _number(name: str, module: nn.Module, attribute: str) -> int:
         value = getattr(value, part, None)
     if type(value) is not int:
         raise PlanError(
-            f"{name}.{attribute} is {value!r}, but divide, set, ratio and heads change whole numbers only; correct the "
-            "name of the attribute."
+            f'{name}.{attribute} is {value!r}, but the words "divide", "set", "ratio" and "heads" of a style change '
+            f"attributes of type int only; correct the attribute in the style of {name} in parallel.tensor_plan."
         )
     return value
 
@@ -371,10 +375,10 @@ def _ancestors(name: str) -> Iterator[str]:
 
 
 def _alone(name: str, kind: str) -> PlanError:
-    partner = "row layer that sums its outputs" if kind == "column" else "column layer that shards its inputs"
+    partner = '"row", which sums its outputs' if kind == "column" else '"column", which shards its inputs'
     return PlanError(
-        f"{name} is a {kind} layer and needs a {partner}, but no module around {name} has one; add one, or give {name} "
-        '"replicate".'
+        f'{name} has the style "{kind}" and needs a layer with the style {partner}, but no module around {name} has a '
+        f'free one; give this style to a layer, or give {name} the style "replicate" in parallel.tensor_plan.'
     )
 
 

@@ -82,8 +82,8 @@ def test_versions_and_hardware_come_first(monkeypatch: pytest.MonkeyPatch) -> No
     error = compare(Net(rate=0.2), SETTINGS, "cuda")
     assert isinstance(error, GridError)
     assert str(error) == (
-        "device is cpu on rank 0 and cuda on rank 1: ranks run on different software or hardware; install the same on "
-        "every node."
+        "device is cpu on rank 0 and cuda on rank 1, but all ranks must train on devices of one type; use only nodes "
+        "with usable GPUs, or hide the GPUs of every node, for example with CUDA_VISIBLE_DEVICES=''."
     )
     error = difference_error(Difference("setup torch", (((0, 1), "2.13.0"), ((2,), "2.12.0"))))
-    assert str(error).startswith("torch is 2.13.0 on ranks 0, 1 and 2.12.0 on rank 2: ")
+    assert str(error).startswith("torch is 2.13.0 on ranks 0, 1 and 2.12.0 on rank 2, but all ranks must run the same ")

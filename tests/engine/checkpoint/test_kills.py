@@ -239,4 +239,4 @@ def test_killed_before_a_load(tmp_path: Path) -> None:
     with Launch(comes_late, 2, str(tmp_path), env=env) as launch:
         ended = launch.end(seconds=60)
     assert [rank.code for rank in ended] == [1, -signal.SIGKILL], ended[0].error
-    assert "EngineError: load_checkpoint was called on rank 0 and for 10 s not on rank 1: " in ended[0].error
+    assert "EngineError: load_checkpoint was called on rank 0, but not on rank 1 within 10 s; " in ended[0].error

@@ -152,7 +152,7 @@ def test_its_own_state_is_not_the_place(make: Callable[[int], Any]) -> None:
     assert numbers([next(again)]) == [4, 5]
     loaded = stateful(make(12))
     loaded.load_state_dict(begun.state_dict())
-    with pytest.raises(EngineError, match="the StatefulDataLoader has its own state") as caught:
+    with pytest.raises(EngineError, match="the StatefulDataLoader was loaded with load_state_dict") as caught:
         loader(loaded, eng)
     assert "\n" not in str(caught.value)
 
@@ -162,7 +162,7 @@ def test_a_stream_with_a_state_of_its_own_is_refused() -> None:
     for _, _ in zip(made, range(3), strict=False):
         state = made.state_dict()
     made.load_state_dict(state)
-    with pytest.raises(EngineError, match="the IterableDataset has its own state") as caught:
+    with pytest.raises(EngineError, match="the IterableDataset was loaded with load_state_dict") as caught:
         loaders(made, 1, 2, 1, {})
     assert "\n" not in str(caught.value)
 

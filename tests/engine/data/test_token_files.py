@@ -85,9 +85,9 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused(good[:9] + bytes([2]) + good[10:], "version 2, type 4")
     refused(good[:17] + bytes([7]) + good[18:], "floating-point numbers")
     refused(good[:-1], "has 81 bytes; 2 sequences and 3 borders of documents need 82")
-    refused(good[:-8] + struct.pack("<q", 1), "do not rise from 0 to its 2 sequences")
-    refused(good, "does not match .* which has 4 tokens", tokens[:-4])
-    refused(good[:42] + struct.pack("<q", 4) + good[50:], "does not match")
+    refused(good[:-8] + struct.pack("<q", 1), "do not rise from 0 to 2, the number of sequences")
+    refused(good, r"up to token 5 and .* has 4 tokens, but", tokens[:-4])
+    refused(good[:42] + struct.pack("<q", 4) + good[50:], "must follow each other without gaps")
     refused(b"", "cannot be read")
     with pytest.raises(EngineError, match=r"none\.idx cannot be read"):
         IndexedTokens(tmp_path / "none")

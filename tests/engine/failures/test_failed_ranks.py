@@ -55,9 +55,11 @@ def test_a_loader_that_ends_or_raises_on_one_rank_stops_all_with_its_error(
     *others, own = run_ranks(loaders_fail, math.prod(grid.values()), grid, stage)
     errors = [text for what, text in own if what != "loss"]
     assert errors[1::2] == ["OSError: the disk is gone"] * 2 and errors[0].startswith("EngineError: the iterator ended")
-    named = f"EngineError: rank {len(others)} ({socket.gethostname()}) failed in this step, so no rank makes it; see"
+    named = (
+        f"EngineError: rank {len(others)} ({socket.gethostname()}) failed in this step, so no rank updated its weights"
+    )
     for other in others:
         for (what, text), (_, cause) in zip(other, own, strict=True):
-            expected = cause if what == "loss" else f"{named} the error of the rank that failed: {cause}"
+            expected = cause if what == "loss" else f"{named}; see the error of the rank that failed: {cause}"
             assert text == expected
     assert own[1] != own[3], "steps between failures train"

@@ -49,6 +49,6 @@ def said(folder: str) -> dict[str, str]:
 def test_no_rank_waits_for_one_that_has_closed_its_engine(run_ranks: Callable[..., list[Any]], tmp_path: Any) -> None:
     found, _ = run_ranks(said, 2, str(tmp_path / "run"))
     for name in ("save_checkpoint", "load_checkpoint", "eval_batch", "predict"):
-        waits = f"{name} was called on rank 0 and not on rank 1, where the engine is closed or the script has ended: "
+        waits = f"{name} was called on rank 0, but not on rank 1, where the engine is closed or the script has ended; "
         assert found[name].startswith(waits), f"{name}: {found[name]}"
     assert found["train_batch"] and found.keys() == CALLS.keys()  # the others end too; some send nothing at ZeRO 1

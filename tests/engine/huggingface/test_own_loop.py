@@ -146,10 +146,10 @@ def test_mistakes_are_one_sentence_and_replicas_count_once(tmp_path: Path) -> No
         assert end.code == 0, end.error
         assert end.said == [
             "the engine is made by accelerator.prepare(model, optimizer), which was not called; call it first.",
-            "prepare was given a trained model and 0 optimizers; pass the model and its one optimizer in the same "
-            "call.",
-            "prepare was given a second trained model, but an Accelerator trains one; put both into one module, or "
-            "call requires_grad_(False) on the other model.",
+            "prepare was given a model with trainable parameters and 0 optimizers; pass the model and its one "
+            "optimizer in the same call.",
+            "prepare was given a second model with trainable parameters, but an Accelerator trains one; put both "
+            "models into one module, or call requires_grad_(False) on the other model.",
             "clip_grad_norm_ was called inside an accumulation, before its gradients are complete; call it under `if "
             "accelerator.sync_gradients:`.",
             "clip_grad_norm_ was given parameters without 'model.embed_tokens.weight', but a step clips by the norm of "
@@ -159,9 +159,10 @@ def test_mistakes_are_one_sentence_and_replicas_count_once(tmp_path: Path) -> No
             "optimizer.step() was called without accelerator.backward(loss) since the last step; call it in place of "
             "loss.backward(), for every microbatch.",
             "clip_grad_value_ clips each element, but the engine clips by the norm; call clip_grad_norm_.",
-            "split_between_processes would pass different inputs to the 2 ranks of a replica; use "
-            "inputs[accelerator.process_index :: accelerator.num_processes].",
-            f"{tmp_path} has no folder 'engine' with the engine's state, which training continues from; pass a folder "
-            "that save_state of this Accelerator has written.",
+            "split_between_processes would pass different inputs to the 2 ranks of a replica, but these ranks need "
+            "equal inputs; use inputs[accelerator.process_index :: accelerator.num_processes], because process_index "
+            "counts replicas here, not ranks.",
+            f'{tmp_path} has no subfolder "engine", from which training restores the state of the engine; pass a '
+            "folder that save_state of this Accelerator has written.",
             1.0, [1.0], (1, 0), "checkpoint_1", 5,
         ]  # fmt: skip

@@ -69,11 +69,11 @@ def test_groups_of_an_entry_are_for_its_own_parameters() -> None:
     ("optimizer", "sentence"),
     [
         ([{"match": "nothing.*", "type": "SGD"}, {}], r"optimizer\[0\].match: 'nothing.\*' matches no trainable"),
-        ([{"match": "*", "type": "SGD"}, {"match": "*.bias"}, {}], r"optimizer\[1\].match: earlier entries take all"),
-        ([{"match": "*.bias", "type": "Muon"}, {}], r"optimizer\[0\].match: .*or they are not the matrices"),
-        ([{"match": "blocks.*", "type": "SGD"}, {"type": "Muon"}], "optimizer: Muon updates matrices, but '.*' of sh"),
-        ({"type": "Muon"}, "optimizer: Muon updates matrices, but '.*' of shape"),
-        ({"type": "SOAP"}, r"optimizer: SOAP updates .*, such as \[{\"match\": \"\*.weight\", \"type\": \"SOAP\"}, {"),
+        ([{"match": "*", "type": "SGD"}, {"match": "*.bias"}, {}], r"optimizer\[1\].match: earlier entries"),
+        ([{"match": "*.bias", "type": "Muon"}, {}], r"optimizer\[0\].match: Muon updates only matrices"),
+        ([{"match": "blocks.*", "type": "SGD"}, {"type": "Muon"}], "optimizer: Muon updates only .*' of shape"),
+        ({"type": "Muon"}, "optimizer: Muon updates only matrices, but .*' of shape"),
+        ({"type": "SOAP"}, r"optimizer: SOAP .* end the list optimizer with {\"match\": \"\*\", \"type\": \"SOAP\"}"),
         (
             [{"match": "blocks.*", "no_weight_decay": ["tokens.*"]}, {}],
             r"optimizer\[0\].no_weight_decay\[0\]: 'tokens.\*' matches no trainable parameter of this entry",

@@ -17,12 +17,12 @@ URL = "http://store:8140"
         (URL, 'outer: "http://store:8140" is text; give an object with url, '),
         ({"url": []}, "outer.url: [] is an empty list; give the address of the store "),
         ({"ulr": URL}, "outer.ulr: unknown key. Did you mean outer.url?"),
-        ({"url": "store:8140"}, 'outer.url: address 0 is "store:8140"; it begins with http:// or https://.'),
-        ({"url": "http://store:port"}, 'outer.url: address 0 is "http://store:port"; give http://HOST:PORT with a '),
-        ({"url": [URL, "http://:8140"]}, 'outer.url: address 1 is "http://:8140"; give http://HOST:PORT with a '),
-        ({"url": URL, "rule": "quorum", "sites": 2, "least": 3}, "outer.least: 3 with 2 sites, which never push that "),
-        ({"url": URL, "sites": 2, "site": 2}, "outer.sites: 2 with site 2; count every site that starts the training."),
-        ({"url": URL, "period": 10, "delay": 10}, "outer.delay: 10 steps with 10 steps between two pushes; give "),
+        ({"url": "store:8140"}, 'outer.url: "store:8140" does not begin with http:// or https://; give '),
+        ({"url": "http://store:port"}, 'outer.url: "http://store:port" has no host or no valid port; '),
+        ({"url": [URL, "http://:8140"]}, 'outer.url: "http://:8140" has no host or no valid port; give '),
+        ({"url": URL, "rule": "quorum", "sites": 2, "least": 3}, "outer.least: 3 is more than outer.sites (2), so "),
+        ({"url": URL, "sites": 2, "site": 2}, "outer.sites: 2, but outer.site is 2, and sites are "),
+        ({"url": URL, "period": 10, "delay": 10}, "outer.delay: 10, but the delay must be below 10, the "),
     ],
 )
 def test_a_mistake_is_one_sentence(outer: Any, sentence: str) -> None:

@@ -123,8 +123,9 @@ def test_a_run_goes_on_from_a_checkpoint_on_another_grid(run_ranks: RunRanks, tm
          'zero_optimization.offload_optimizer.device: "cpu" with Lamb, which reduces norms on the device; '
          "leave offload_optimizer out, or give AdamW."),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-         "bf16.bf16_master_weights_and_grads: true with Lamb, which rounds to nearest; leave "
-         "bf16_master_weights_and_grads out, or give AdamW."),
+         "bf16.bf16_master_weights_and_grads: true with Lamb, which rounds to nearest, but bf16 weights without fp32 "
+         "copies lose small updates unless updates are rounded stochastically; leave bf16_master_weights_and_grads "
+         "out, or use the optimizer AdamW."),
         ({"optimizer": {"type": "lamb", "params": {"min_coeff": 2, "max_coeff": 1}}},
          "optimizer.params.min_coeff: 2 is above max_coeff, 1; lower it, or raise max_coeff."),
     ],

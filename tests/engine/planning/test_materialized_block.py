@@ -125,7 +125,7 @@ def test_small_matrices_have_all_numbers() -> None:
 def test_what_cannot_be_copied_does_not_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Chain(Perceptron())
     model.get_submodule("layers.0.up").forward = lambda x: x
-    with pytest.raises(IsolatedRunError, match=r"the forward of 'up' is a closure"):
+    with pytest.raises(IsolatedRunError, match=r"the forward of 'up' is a function assigned to"):
         drawn_of(model).run(low_rank_names)
 
 

@@ -98,9 +98,19 @@ def test_the_user_states_it(stated: Inputs, batch: Any, expected: Any) -> None:
         (Optional(), (1, 2), None, "forward takes 1 to 2 (x, mask), so its inputs are ambiguous"),
         (Keywords(), (1, 2), None, "pass inputs=(0,) to engine.initialize for the first part only"),
         (One(), {"ids": 1}, None, "the batch has the keys 'ids', but forward takes x; name the keys as forward does"),
-        (One(), (1, 2), (0, 5), "inputs names 0, 5, but the batch has 2 parts; name keys or indices of the batch."),
-        (One(), {"x": 1}, "y", "inputs names 'y', but the batch has the keys 'x'; name keys or indices of the batch."),
-        (One(), (1, 2), "y", "inputs names 'y', but the batch has 2 parts"),
+        (
+            One(),
+            (1, 2),
+            (0, 5),
+            "inputs lists 0, 5, but the batch has 2 parts; list only keys or indices that the batch has.",
+        ),
+        (
+            One(),
+            {"x": 1},
+            "y",
+            "inputs lists 'y', but the batch has the keys 'x'; list only keys or indices",
+        ),
+        (One(), (1, 2), "y", "the argument inputs lists 'y', but the batch has 2 parts"),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused(model: nn.Module, batch: Any, stated: Inputs | None, words: str) -> None:
@@ -251,16 +261,16 @@ def output_of(parts: Any) -> Tensor:
     [
         (X, {}, "no part"),
         ((X, Y, Y), {}, "2 parts"),
-        ((X, {"y": Y}), {}, "1 part, not a tensor,"),
+        ((X, {"y": Y}), {}, "1 part that is no tensor"),
         ((X, Y), {"inputs": output_of}, "no part"),
     ],
 )
 def test_what_the_batch_does_not_tell_is_refused(batch: Any, options: dict[str, Any], found: str) -> None:
     with pytest.raises(engine.EngineError) as caught:
         losses(nn.CrossEntropyLoss(), batch, **options)
-    began = "loss_fn=CrossEntropyLoss of torch compares an output with targets, but the batch has "
-    assert str(caught.value).startswith(f"{began}{found} that forward does not get; pass a function of (output, batch)")
-    assert "loss_fn=lambda output, batch: CrossEntropyLoss(output, batch[1])" in str(caught.value)
+    began = "loss_fn=CrossEntropyLoss() of torch needs one tensor of targets that forward does not get, but the batch "
+    assert str(caught.value).startswith(f"{began}leaves {found} for the loss; pass a function such as")
+    assert "loss_fn=lambda output, batch: CrossEntropyLoss()(output, batch[1])" in str(caught.value)
 
 
 def on_grid(parallel: dict[str, int], stage: int, loss_fn: Any) -> list[tuple[float, float]]:

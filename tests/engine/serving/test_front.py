@@ -83,7 +83,7 @@ def test_a_service_stops_and_starts_with_the_same_bits(
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "example.org"])
 def test_other_hosts_need_a_token(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRINE_TOKEN", raising=False)
-    with pytest.raises(LaunchError, match="without a token serves its own only"):
+    with pytest.raises(LaunchError, match="a service serves them only with a token"):
         service_token(ServeConfig(host=host))
     assert service_token(ServeConfig()) == ""
     monkeypatch.setenv("TRINE_TOKEN", "a b")

@@ -96,7 +96,7 @@ def test_mistakes_at_the_start_are_found_before_a_model_is_read(
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         for settings, sentence, kind in (
-            (ServeConfig(host="0.0.0.0"), "without a token serves its own only; set TRINE_TOKEN", LaunchError),
+            (ServeConfig(host="0.0.0.0"), "with a token; set the environment variable TRINE_TOKEN", LaunchError),
             (ServeConfig(port=port), f"cannot listen at 127.0.0.1 port {port} .* a free port with --port", LaunchError),
             (ServeConfig(port=0, **files), "are no certificate with its key .* give PEM files", ConfigError),  # type: ignore[arg-type]
         ):

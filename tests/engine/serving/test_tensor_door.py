@@ -60,7 +60,7 @@ def test_a_client_trains_a_server_as_its_own_model(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_created_has_its_reason_in_every_reply(tmp_path: Path) -> None:
     with tensor_server(layer, tmp_path, shape=rows(0), full=0) as url:
         for _ in range(2):
-            with pytest.raises(RemoteError, match=r"the limit tenants\.full is 0; train adapters"):
+            with pytest.raises(RemoteError, match=r"the limit serve\.tenants\.full is 0; train an adapter"):
                 RemoteModel(url)(rows(0))
 
 

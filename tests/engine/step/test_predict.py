@@ -103,7 +103,7 @@ def bad_batches(config: dict[str, Any]) -> list[str]:
 )
 def test_a_bad_batch_is_refused_on_all_ranks(stage: int, grid: dict[str, int], run_ranks: RunRanks) -> None:
     others, own = run_ranks(bad_batches, 2, settings(grid, stage))
-    assert own[0] == "the batch has no row; give tensors with the number of rows as their leading dim."
+    assert own[0] == "the batch has no row; give tensors with at least one row along dim 0."
     assert own[1] == "the batch is a str; give a tensor, tuple or dict."
     assert own[2].startswith("batch['labels'] has leading dim 3, but a data rank's share has 2 rows")
     assert len(others) == 3 and not set(others) & set(own)

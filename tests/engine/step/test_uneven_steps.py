@@ -85,7 +85,7 @@ def test_a_mean_weighs_as_its_rows_in_steps_and_evaluations(zero: dict[str, Any]
 
 BAD: dict[str, tuple[Callable[[int], Any], str]] = {
     "no list": (lambda rank: share(0)[0] if rank == 0 else share(rank), "the batch is a Tensor, but with uneven_mi"),
-    "no rows": (lambda rank: [torch.ones(0, 3)] if rank == 0 else share(rank), "a microbatch has no row"),
+    "no rows": (lambda rank: [torch.ones(0, 3)] if rank == 0 else share(rank), "microbatch 0 of the list has no row"),
     "all empty": (lambda rank: [], "the lists of all data ranks are empty"),
 }
 

@@ -190,8 +190,8 @@ def fails() -> list[Any]:
 
 def test_a_step_that_fails_leaves_no_bit_and_raises_as_ever(run_ranks: RunRanks) -> None:
     for rank, found in enumerate(run_ranks(fails, 2, env=INTERPRETED)):
-        other = f"rank 1 ({socket.gethostname()}) failed in this step, so no rank makes it; see the error of the rank "
-        assert found[0] == ("made up" if rank else f"{other}that failed: EngineError: made up")
+        other = f"rank 1 ({socket.gethostname()}) failed in this step, so no rank updated its weights; see "
+        assert found[0] == ("made up" if rank else f"{other}the error of the rank that failed: EngineError: made up")
         assert found[2].startswith("the weight of this step is 0 on all ranks")
         assert found[1] and found[3] and found[4] is False
 

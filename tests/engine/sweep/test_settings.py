@@ -44,7 +44,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "own path": (
         {"space": {"checkpoint.folder": {"choices": ["a"]}}},
-        "checkpoint.folder: each trial of a sweep has its own; leave it out of space.",
+        'checkpoint.folder: the sweep sets this key itself for each trial; leave it out of "space".',
     ),
     "empty space": ({"space": {}}, "space: {} has no key to change; give {"),
     "no space": ({"space": None}, "space: null is no value; give {"),
@@ -72,9 +72,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "number of trials": ({"trials": None}, "trials: missing; give the number of trials, or set grid to true."),
     "grid of a range": (
         {"grid": True, "trials": None},
-        "a range of real numbers with grid, which has no combinations of it; give",
+        'grid tries each value of a key, but {"log": ...} is a range of real numbers; give {"choices": [...]}',
     ),
-    "grid with trials": ({"grid": True, "space": {"gradient_clipping": {"choices": [1]}}}, "trials: 3 with grid"),
+    "grid with trials": (
+        {"grid": True, "space": {"gradient_clipping": {"choices": [1]}}},
+        "trials: 3 is given, but grid",
+    ),
     "never reports": ({"report_every": 0}, "report_every: 0 is below 1"),
 }
 
@@ -133,6 +136,6 @@ def test_a_journal_of_another_sweep_is_refused(tmp_path: Path) -> None:
     journal = {"journal": str(tmp_path / "journal")}
     SweepStudy(read_sweep(GIVEN | journal))
     with pytest.raises(
-        ConfigError, match=r'direction: "maximize" is not that of journal .*, "minimize"; give the same'
+        ConfigError, match=r'direction: "maximize" was given, but the sweep in journal .* has "minimize"; give the'
     ):
         SweepStudy(read_sweep(GIVEN | journal | {"direction": "maximize"}))

@@ -155,7 +155,7 @@ def test_mistakes_of_a_loop_are_one_sentence(tmp_path: Path) -> None:
         trial.initialize(nn.Linear(2, 1), given, loss, optimizer=torch.optim.SGD)
     with trial.initialize(nn.Linear(2, 1), given, lambda output, batch: (output.mean(), {"top1": 0.5})) as eng:
         assert eng.train_batch(torch.ones(4, 2)).metrics == {"top1": 0.5}
-        with pytest.raises(EngineError, match="trial 0 of the sweep initializes a second engine that trains"):
+        with pytest.raises(EngineError, match="trial 0 of the sweep initializes a second engine with an optimizer"):
             trial.initialize(nn.Linear(2, 1), given, loss)
     assert reports(tmp_path) == [(1, 0.5)]
 

@@ -42,6 +42,20 @@ def test_a_host_says_hello_and_then_what_its_ranks_do(hub: Hub) -> None:
     spoke.close()
 
 
+def test_the_last_message_of_a_hub_that_has_closed_is_read(hub: Hub) -> None:
+    """A closing end with unread bytes resets the connection, so that sends fail before its last message is read."""
+    spoke = Spoke(HERE, hub.port, HELLO)
+    spoke.poll(0.5)
+    heard(hub, spoke, "hello")
+    spoke.send({"views": []})
+    hub.broadcast({"end": "the cause"})
+    hub.close()
+    for _ in range(3):
+        spoke.send({"views": []})
+    assert spoke.poll(0.5) == [{"end": "the cause"}]
+    spoke.close()
+
+
 def test_nobody_waits_for_a_host_that_does_not_answer() -> None:
     """A full queue takes no connection, as a machine without power does: nothing comes back, not even a refusal."""
     with socket.create_server((HERE, 0), backlog=0) as silent:

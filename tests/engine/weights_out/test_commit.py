@@ -51,5 +51,5 @@ def test_a_receiver_that_starts_again_reads_the_decision(tmp_path: Path) -> None
 
 
 def test_members_count_from_zero(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="member 2 of 2 receivers; count members from 0"):
+    with pytest.raises(EngineError, match="got member = 2 and members = 2, but member must be"):
         CommitGroup(tmp_path, 2, 2)

@@ -42,7 +42,7 @@ def test_a_token_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
 
 def test_weights_without_a_token_are_served_to_this_host_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRINE_WEIGHTS_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match=r"weights_out\.host: 0\.0\.0\.0 serves other hosts"):
+    with pytest.raises(ConfigError, match=r"weights_out\.host: 0\.0\.0\.0 lets other hosts connect"):
         started(host="0.0.0.0")
 
 

@@ -72,6 +72,15 @@ def test_frozen_tensors_are_held_by_receivers() -> None:
     assert "embed.weight" not in empty_targets(trainer.geometry, 0, 1)
 
 
+def test_a_tensor_that_is_expanded_receives_its_values() -> None:
+    trainer, live, key = Trainer(1), targets(0, 1), "layers.1.scale"
+    weights = {**random_weights(1), key: torch.tensor(2.0).expand(600)}
+    trainer.publish(weights)
+    live[key] = Target(live[key].piece, torch.zeros(()).expand(600))
+    receiver_of(trainer.reader(), live).update()
+    assert has(live, weights)
+
+
 def test_equal_copies_share_the_load() -> None:
     trainer, weights = Trainer(2, copies=True), random_weights(1)
     trainer.publish(weights)
@@ -160,7 +169,7 @@ def different(name: str) -> dict[str, Target]:
         ("missing", "the trainer publishes 'layers.1.scale', which the receiver lacks"),
         ("dtype", r"'embed.weight' is F32 \[301, 96\] in the trainer and BF16 \[301, 96\] in the receiver"),
         ("shape", r"'embed.weight' is F32 \[301, 96\] in the trainer and F32 \[300, 96\] in the receiver"),
-        ("part", "'embed.weight' has 96 elements in the receiver, and its part of the tensor has 28,896"),
+        ("part", "target 'embed.weight' has 96 elements in Target.values, but Target.piece describes 28,896; allocate"),
     ],
 )
 def test_another_model_is_refused_by_name(name: str, message: str) -> None:

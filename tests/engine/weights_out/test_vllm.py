@@ -187,7 +187,7 @@ def test_a_version_without_a_tensor_is_not_installed() -> None:
     blocks.groups = lambda: [["layers.1.scale"]]  # type: ignore[method-assign]
     server.prepare(blocks, "http://owner0")
     server.pause()
-    with pytest.raises(StoreRefusedError, match=r"version 1 has come without 'embed\.weight'"):
+    with pytest.raises(StoreRefusedError, match=r"version 1 of the weights without tensor 'embed\.weight'"):
         server.finish(1)
     assert vllm.weights is None
 

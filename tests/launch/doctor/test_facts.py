@@ -10,9 +10,9 @@ import pytest
 
 import engine
 from engine.launch.doctor import examined
-from engine.launch.doctor.examined import HostFacts, InterfaceFacts, addresses_of, network_interfaces
+from engine.launch.doctor.examined import HostFacts, InterfaceFacts, network_interfaces
 from engine.launch.jobs.probe import sources_digest
-from engine.parallel.comm.launcher import route_address
+from engine.parallel.comm.launcher import addresses_of, route_address
 from tests.launch.doctor.seen import host
 
 ROOT = Path(__file__).parents[3]
@@ -47,9 +47,11 @@ def test_interfaces_of_this_machine() -> None:
         ({"gloo_wish": "lo"}, "lo"),
         ({"gloo_wish": "eth0,lo"}, "eth0"),
         ({"gloo_wish": "ib0"}, None),
-        ({"named_addresses": ("127.0.1.1",)}, "lo"),
+        ({"named_addresses": ("127.0.1.1",)}, "eth0"),
+        ({"named_addresses": ("127.0.1.1",), "route_address": "127.0.0.1"}, "lo"),
+        ({"named_addresses": (), "route_address": "10.0.0.1"}, "eth0"),
         ({"named_addresses": ("10.9.9.9", "10.0.0.1")}, "eth0"),
-        ({"named_addresses": ("10.9.9.9",)}, None),
+        ({"named_addresses": ("10.9.9.9",), "route_address": ""}, None),
         ({"named_addresses": ("fd00::2",), "interfaces": (InterfaceFacts(name="e", addresses=("fd00::2",)),)}, "e"),
     ],
 )

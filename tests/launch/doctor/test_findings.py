@@ -114,11 +114,14 @@ WARNINGS: dict[str, tuple[Examined, str]] = {
     ),
     "counts": (examined(host(0, gpus=(GPU, GPU)), host(1, gpus=(GPU,)), **GPUS), "is 2 on node0 and 1 on node1; "),
     "loopback": (
-        examined(host(0), host(1, named_addresses=("127.0.1.1",))),
+        examined(host(0), host(1, named_addresses=("127.0.1.1",), route_address="")),
         "the name of node1 resolves to 127.0.1.1, which other hosts cannot reach; put its address into /etc/hosts, or "
         "start torchrun there with --local-addr=ADDRESS and set GLOO_SOCKET_IFNAME to one of lo, eth0.",
     ),
-    "unresolved": (examined(host(0), host(1, named_addresses=())), "the name of node1 resolves to no address of its"),
+    "unresolved": (
+        examined(host(0), host(1, named_addresses=(), route_address="")),
+        "the name of node1 resolves to no address of its",
+    ),
     "shm-absent": (examined(host(0), host(1, shm_bytes=None)), "/dev/shm of node1 is absent, but the watchdog of 2 "),
     "shm-full": (examined(host(0), host(1, shm_free=1000)), "/dev/shm of node1 has 1000 B free, but the watchdog"),
     "shm-small": (examined(host(0), host(1, shm_bytes=64 << 20)), "/dev/shm of node1 has 64.0 MiB in all, too little"),

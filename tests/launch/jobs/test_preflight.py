@@ -84,7 +84,7 @@ def test_a_host_that_does_not_answer(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     told = refused(tmp_path, "exec sleep 100", capsys, "--preflight-timeout", "1")
-    ends = "`DIR/ssh -q {0}` has to work without a password; otherwise remove it from hosts.\n"
+    ends = "make `DIR/ssh -q {0}` work without a password, or remove {0} from hosts.\n"
     silent = "{0}: cannot be reached by ssh within 1 s (no answer); " + ends
     assert told == silent.format("node0") + silent.format("node1")
     told = refused(tmp_path, 'echo "me@$host: Permission denied (publickey)." >&2; exit 255', capsys)
@@ -141,4 +141,4 @@ def test_what_a_host_lacks_by_itself(
     python.write_text('#!/bin/sh\nexec /usr/bin/env python3 -I -S "$@"\n')
     python.chmod(0o700)
     told = refused(tmp_path, 'exec sh -c "$line"', capsys, "--python", str(python))
-    assert "node0 has no torch for DIR/python; give --python PATH, or install it there." in told
+    assert "node0 has no torch for DIR/python; install torch there, or pass another --python PATH." in told

@@ -99,7 +99,7 @@ def test_all_that_differs_is_said_at_once_and_nothing_starts(hosts: MakeHosts, t
     ended = made.launch("--python", str(python), "--port", "23456", script, "print").end()
     assert ended.code == 1 and "rank 0" not in ended.text
     for sentence in (
-        "root@node2: cannot be reached by ssh within 10 s (Connection refused); `ssh -p 2222",
+        "root@node2: cannot be reached by ssh within 10 s (Connection refused); make `ssh -p 2222",
         "node0: port 23456 of the rendezvous is taken; give another --port, or leave it out",
         "node1 has Python 3.9.1, but node0 has 3.11",
         "node1 has torch 2.9.1, but node0 has 2.",

@@ -53,7 +53,7 @@ def test_two_calls_are_compared_one_by_one(
         (scripts.FAILS, "train.py raises ValueError before engine.initialize: no data here; give a script"),
         (scripts.LATER, "train.py raises KeyError after engine.initialize: 'rank'; give a script"),
         (scripts.EXITS, "train.py exits with 2 before it calls engine.initialize; give the arguments"),
-        (scripts.WITHOUT_ROWS, "does not define its rows; return (module, some rows of a batch) from it."),
+        (scripts.WITHOUT_ROWS, "to draw tokens from; pass a batch of at least two rows as example_batch to engine"),
     ],
     ids=["never", "fails", "later", "exits", "without rows"],
 )

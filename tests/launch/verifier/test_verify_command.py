@@ -49,8 +49,8 @@ def test_a_wrong_plan_is_found_and_the_axis_named(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("model", "more", "changes", "sentence"),
     [
-        ("of_one_row", (), {}, "returns first dims of [1]; return at least two rows with content"),
-        ("without_rows", (), {}, "does not define its rows; return (module, some rows of a batch) from it."),
+        ("of_one_row", (), {}, "the sizes [1] in dim 0, but trine verify needs the same size, at least 2,"),
+        ("without_rows", (), {}, "has no config.vocab_size to draw tokens from; return (module, rows), with"),
         ("no_model", (), {}, "returns a int; return an nn.Module"),
         ("that_raises", (), {}, "cannot be built (ValueError: no such size)"),
         ("missing", (), {}, "is not found (module 'tests.launch.verifier.subjects' has no attribute 'missing')"),

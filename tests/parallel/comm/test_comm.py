@@ -148,7 +148,8 @@ def test_a_failing_collective_is_named_with_its_ranks(at_once: bool) -> None:
         comm.all_reduce(torch.zeros(4), "dp", "gradients").wait()
     assert str(caught.value) == (
         "collective #2 all_reduce 'gradients' over dp, 4 x float32 between ranks (1, 3) on rank 3 failed: "
-        "Connection closed by peer [10.0.0.7]. A peer has probably stopped; look for the first traceback of the job."
+        "Connection closed by peer [10.0.0.7]. A peer has probably stopped; look for the first traceback of the job, "
+        "which shows the cause."
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
 

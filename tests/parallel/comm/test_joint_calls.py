@@ -12,7 +12,7 @@ from engine.errors import EngineError
 from engine.parallel.comm import rendezvous
 from engine.parallel.comm.rendezvous import JOINED_CALLS, JointCalls
 
-ABSENT = "every rank calls it; take it out of `if rank == 0:`, where only printing belongs."
+ABSENT = "call it on every rank, outside of any `if rank == 0:` block."
 
 
 def said(joint: JointCalls, calls: Sequence[str]) -> list[str]:
@@ -56,7 +56,7 @@ def test_nobody_begins_before_all_have_come() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     assert on_all([["eval_batch"]], HashStore()) == [[""]]
     (text,) = said(JointCalls(HashStore(), 0, 3, 0.05), ["eval_batch"])
-    assert text == f"eval_batch was called on rank 0 and for 0 s not on ranks 1, 2: {ABSENT}"
+    assert text == f"eval_batch was called on rank 0, but not on ranks 1, 2 within 0 s; {ABSENT}"
 
 
 def test_a_rank_in_another_call_is_named() -> None:
@@ -76,7 +76,7 @@ def test_nobody_waits_for_a_rank_that_has_left_but_for_its_last_call() -> None:
         assert late.result(20) == early.result(20) == [""]
         (text,) = said(ranks[0], ["save_checkpoint"])
     where = "where the engine is closed or the script has ended"
-    assert text == f"save_checkpoint was called on rank 0 and not on rank 2, {where}: {ABSENT}"
+    assert text == f"save_checkpoint was called on rank 0, but not on rank 2, {where}; {ABSENT}"
 
 
 def test_a_rank_that_an_error_ends_leaves_the_word_to_it() -> None:
@@ -86,7 +86,7 @@ def test_a_rank_that_an_error_ends_leaves_the_word_to_it() -> None:
     except ValueError:
         JointCalls(store, 1, 2, 1.0).leave()
     (text,) = said(JointCalls(store, 0, 2, 0.1), ["eval_batch"])
-    assert text.startswith("eval_batch was called on rank 0 and for 0 s not on rank 1")
+    assert text.startswith("eval_batch was called on rank 0, but not on rank 1 within 0 s")
 
 
 def test_waiting_is_said_before_it_is_given_up(
@@ -95,8 +95,8 @@ def test_waiting_is_said_before_it_is_given_up(
     monkeypatch.setattr(rendezvous, "SLOW_SECONDS", 0.05)
     with caplog.at_level(logging.WARNING, "trine"):
         (text,) = said(JointCalls(HashStore(), 1, 2, 0.1), ["eval_batch"])
-    assert "not on rank 0: every rank calls it" in text
-    assert [record.getMessage()[:35] for record in caplog.records] == ["eval_batch was called on rank 1 and"]
+    assert "not on rank 0 within 0 s; call it on every rank" in text
+    assert [record.getMessage()[:36] for record in caplog.records] == ["eval_batch was called on rank 1, but"]
 
 
 class Gone(HashStore):

@@ -3,7 +3,8 @@
 import pytest
 
 from engine.errors import GridError
-from engine.parallel.comm.launcher import Place, find_place, first_host, local_rank, loopback_words
+from engine.parallel.comm import launcher
+from engine.parallel.comm.launcher import Place, find_place, first_host, gloo_interface, local_rank, loopback_words
 
 ADDRESS = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
 SLURM = {
@@ -135,3 +136,27 @@ def test_a_loopback_address_of_a_job_of_several_nodes_is_named_with_the_remedy(
     words = loopback_words(Place(2, 4, 0, address, 29400), {} if here is None else {"LOCAL_WORLD_SIZE": here})
     assert bool(words) is said
     assert not said or ("the job has 2 nodes: start torchrun on each node with --local-addr=ADDRESS" in words)
+
+
+@pytest.mark.parametrize(
+    ("named", "route", "chosen"),
+    [
+        (("127.0.1.1",), "10.0.0.1", "eth0"),
+        ((), "10.0.0.1", "eth0"),
+        (("10.9.9.9",), "10.0.0.1", "eth0"),
+        (("10.9.9.9", "10.0.0.1"), "10.0.0.1", ""),
+        (("10.1.0.1", "127.0.1.1"), "10.0.0.1", ""),
+        (("127.0.1.1",), "fd00::2", "eth1"),
+        (("127.0.1.1",), "127.0.0.1", ""),
+        (("127.0.1.1",), "", ""),
+    ],
+)
+def test_gloo_listens_where_other_hosts_reach_it(
+    named: tuple[str, ...], route: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",), "eth1": ("10.1.0.1", "fd00::2")}
+    monkeypatch.setattr(launcher, "addresses_of", lambda name: named)
+    monkeypatch.setattr(launcher, "route_address", lambda target: route)
+    monkeypatch.setattr(launcher, "interface_addresses", held.__getitem__)
+    monkeypatch.setattr(launcher.socket, "if_nameindex", lambda: list(enumerate(held)))
+    assert gloo_interface("node0") == chosen

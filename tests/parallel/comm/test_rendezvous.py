@@ -82,7 +82,7 @@ def test_ranks_that_do_not_come_are_named_on_all_others() -> None:
         told = [threads.submit(meeting(store, rank, 4, 0.2).meet, {}) for rank in (0, 2)]
         errors = [str(one.exception(20)) for one in told]
     assert errors[0] == errors[1]
-    assert errors[0].startswith("ranks 1, 3 of 4 did not come to a store within 0 s, so no rank starts; look for")
+    assert errors[0].startswith("ranks 1, 3 of 4 did not come to a store within 0 s, so no rank starts; read the")
 
 
 def test_rank_zero_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

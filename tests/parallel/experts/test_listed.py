@@ -224,8 +224,8 @@ def refused(kind: Callable[[int], Listed], call: Callable[[Listed, Tensor], Any]
 def test_other_rows_in_the_second_pass_are_an_error_that_names_the_block(kind: Callable[[int], Listed]) -> None:
     said = refused(kind, lambda block, x: block(x))
     assert said == (
-        "moe asks its experts for other rows when its forward runs again with the same random numbers and buffers, "
-        "which parallel.expert does to send rows to other ranks; let the forward depend on its arguments only, or "
+        "parallel.expert runs the forward of moe twice with equal arguments, random numbers and buffers, but the "
+        "second run passed its experts different rows; compute these rows from the arguments of the forward only, or "
         "leave parallel.expert out."
     )
 
@@ -233,8 +233,8 @@ def test_other_rows_in_the_second_pass_are_an_error_that_names_the_block(kind: C
 def test_a_member_called_outside_its_block_is_an_error_on_its_own_rank_too() -> None:
     said = refused(Listed, lambda block, x: block.experts[1](x))
     assert said == (
-        "moe.experts.1 was called outside the forward of moe, but with parallel.expert its rows are sent to another "
-        "rank from there; call the block, or leave parallel.expert out."
+        "moe.experts.1 was called outside the forward of moe, but with parallel.expert only this forward sends rows to "
+        "the ranks of the experts; call moe instead, or leave parallel.expert out."
     )
 
 

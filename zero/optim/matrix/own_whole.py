@@ -103,13 +103,13 @@ class OwnWholeRule:
         state = {str(name): value for name, value in kept.items() if value is not None}
         if changed := [name for name, value in _attributes(optimizer).items() if before.get(name) != value]:
             raise ConfigError(
-                f"optimizer {kind} updates whole parameters and keeps self.{changed[0]} outside of self.state, which "
-                "is lost after an update; store it in self.state[parameter]."
+                f"optimizer {kind} updates whole parameters and keeps self.{changed[0]} outside of self.state, so its "
+                "value is lost after an update; store it in self.state[parameter]."
             )
         if others := [name for name, value in state.items() if not isinstance(value, Tensor | bool | int | float)]:
             raise ConfigError(
-                f"optimizer {kind} updates whole parameters and keeps {others[0]!r} of them, which is neither a tensor "
-                "nor a number; keep tensors and numbers."
+                f"optimizer {kind} with whole_parameters = True stores a {type(state[others[0]]).__name__} in "
+                f"self.state[parameter][{others[0]!r}], but may store only tensors and numbers there; change {kind}."
             )
         return state
 

@@ -189,7 +189,7 @@ def loaded_weights(weights: dict[str, Tensor], folder: Path, **options: bool) ->
 @pytest.mark.parametrize(("width", "stages", "gated"), [(1, 1, False), (2, 1, True), (4, 2, True), (2, 2, False)])
 def test_megatrons_torch_format_is_joined(width: int, stages: int, gated: bool, tmp_path: Path) -> None:
     weights = save_megatron(tmp_path, width, stages, gated)
-    with pytest.raises(CheckpointError, match="has no names; load it with load_optimizer_states=False"):
+    with pytest.raises(CheckpointError, match="without parameter names; load it with load_optimizer_states=False"):
         loaded_weights(weights, tmp_path)
     count, found = loaded_weights(weights, tmp_path, load_optimizer_states=False)
     assert count == 7 and found.keys() == weights.keys()

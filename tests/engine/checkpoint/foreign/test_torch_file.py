@@ -146,12 +146,12 @@ REBUILT = (
     ("data", "words"),
     [
         (REBUILT % (b"9", b"K\0K\x04\x85K\x01\x85"), "no uncompressed entry 'data/9'"),
-        (REBUILT % (b"0", b"K\0K\x05\x85K\x01\x85"), "beyond its storage"),
-        (REBUILT % (b"0", b"K\x01K\x04\x85K\x01\x85"), "beyond its storage"),
+        (REBUILT % (b"0", b"K\0K\x05\x85K\x01\x85"), "but the storage has only 16 bytes"),
+        (REBUILT % (b"0", b"K\x01K\x04\x85K\x01\x85"), "but the storage has only 16 bytes"),
         (REBUILT % (b"0", b"J\xff\xff\xff\xffK\x04\x85K\x01\x85"), "unknown dtype or shape"),
         (REBUILT % (b"0", b"K\0K\x04\x85K\x01K\x01\x86"), "unknown dtype or shape"),
         (REBUILT % (b"0", b"K\0X\x01\0\0\0a\x85K\x01\x85"), "unknown dtype or shape"),
-        (REBUILT.replace(b"Float", b"Evil.") % (b"0", b"K\0K\x04\x85K\x01\x85"), "are not read"),
+        (REBUILT.replace(b"Float", b"Evil.") % (b"0", b"K\0K\x04\x85K\x01\x85"), "which cannot be read"),
         (pickle.dumps([1])[:-1], "damaged"),
     ],
 )

@@ -228,14 +228,14 @@ def test_equal_shares_are_one_run_however_many_they_are() -> None:
 
 
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
-    "endless": ({"step": 1, "count": 2**62}, "not below 64"),
-    "in one file": ({"step": 0, "count": 30}, "are no run"),
-    "of one": ({"step": 1, "count": 1}, "are no run"),
+    "endless": ({"step": 1, "count": 2**62}, "file numbers are below 64"),
+    "in one file": ({"step": 0, "count": 30}, "but a run needs"),
+    "of one": ({"step": 1, "count": 1}, "but a run needs"),
     "without a step": ({"count": 30}, "whole number"),
-    "of nothing": ({"step": 1, "count": 30, "flat": [4, 4]}, "are no run"),
-    "too long": ({"step": 1, "count": 31}, "ends outside the part"),
+    "of nothing": ({"step": 1, "count": 30, "flat": [4, 4]}, "but a run needs"),
+    "too long": ({"step": 1, "count": 31}, "but this part of the tensor has only"),
     "too short": ({"step": 1, "count": 29}, "exactly once"),
-    "overlapping": ({"step": 1, "count": 29, "flat": [0, 8]}, "ends outside the part"),
+    "overlapping": ({"step": 1, "count": 29, "flat": [0, 8]}, "but this part of the tensor has only"),
 }
 
 

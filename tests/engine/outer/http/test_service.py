@@ -93,7 +93,7 @@ def test_replies_do_not_wait_for_delayed_acknowledgements() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "store.example"])
 def test_a_public_address_needs_a_token(host: str) -> None:
-    with pytest.raises(LaunchError, match=f"--host {host} serves other hosts"):
+    with pytest.raises(LaunchError, match=f"--host {host} lets other hosts connect"):
         service.check_host(host, "")
     service.check_host(host, "secret")
 
@@ -127,7 +127,7 @@ def test_store_and_site_share_settings_though_the_store_ignores_other_keys() -> 
 @pytest.mark.parametrize(
     ("outer", "words"),
     [
-        (None, 'has no section "outer"'), ({"rule": "hogwild"}, "without a store"),
+        (None, 'has no section "outer"'), ({"rule": "hogwild"}, "use no store"),
         ({"rule": "ssp", "staleness": -1}, "outer.staleness: -1 is below 0"),
         ({"perod": 3}, "Did you mean outer.period"),
     ],
@@ -175,7 +175,7 @@ def test_a_replay_compares_all_merges(capsys: pytest.CaptureFixture[str], tmp_pa
     assert main(["outer", "replay", str(tmp_path / "store")]) == 0
     assert capsys.readouterr().out == "2 merges have the same bits; versions 2\n"
     assert main(["outer", "replay", str(tmp_path / "none")]) == 1
-    assert "give the folder of a store" in capsys.readouterr().err
+    assert "give the folder that trine outer has written" in capsys.readouterr().err
 
 
 def test_an_address_of_all_networks_has_the_name_of_the_host() -> None:

@@ -255,7 +255,7 @@ def test_a_replay_needs_all_bodies(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no events"):
         replay(tmp_path)
     Store(SETTINGS["bsp"], tmp_path).close()
-    with pytest.raises(CheckpointError, match="removes merged bodies"):
+    with pytest.raises(CheckpointError, match="without --keep"):
         replay(tmp_path)
 
 

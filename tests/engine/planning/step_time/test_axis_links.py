@@ -53,7 +53,7 @@ def test_one_host_needs_no_network() -> None:
 
 
 def test_every_rank_has_a_host() -> None:
-    with pytest.raises(GridError, match="1 ranks have a host, and the grid has 2"):
+    with pytest.raises(GridError, match="hosts has 1 hosts for 2 ranks"):
         place_axes(Grid(dp=2), ("a",), LINKS)
 
 

@@ -93,10 +93,13 @@ def test_one_full_tenant_has_its_state_on_the_device(pool: TenantPool) -> None:
 def test_what_a_pool_refuses(pool: TenantPool) -> None:
     eng = pool.create("a", Adapter(2))
     for call, said in (
-        (lambda: pool.create("a", Adapter(2)), "tenant 'a' exists already; drop it"),
-        (lambda: pool.get("b"), "there is no tenant 'b'; create it first"),
+        (lambda: pool.create("a", Adapter(2)), "tenant 'a' exists already; call drop"),
+        (lambda: pool.get("b"), "the pool has no tenant with model_id 'b'; call create"),
         (lambda: pool.create("b", Adapter(0)), "the adapter has rank 0; give a rank from 1 to 512"),
-        (lambda: pool.create("b", Adapter(1, 0, False, False, False)), "the adapter trains nothing, of which Llama"),
+        (
+            lambda: pool.create("b", Adapter(1, 0, False, False, False)),
+            "lora_config selects nothing, so the adapter trains no linear layer of Llama",
+        ),
         (lambda: eng.offload_states(), "offload_states was called on an engine that borrows its frozen parameters"),
         (lambda: eng.full_parameters().__enter__(), "full_parameters was called on an engine that borrows"),
     ):
@@ -106,7 +109,7 @@ def test_what_a_pool_refuses(pool: TenantPool) -> None:
     pool.drop("a")
     config = load_config({"train_micro_batch_size_per_gpu": 1}, 1)
     with TenantPoolOf(TenantPool(models.llama, config, TenantLimits(adapters=0))) as small:
-        for adapter, said in ((None, "limit tenants.full is 0"), (Adapter(1), "0 tenants with adapters exist")):
+        for adapter, said in ((None, "limit serve.tenants.full is 0"), (Adapter(1), "0 tenants with adapters exist")):
             with pytest.raises(ConfigError, match=said):
                 small.create("a", adapter)
 

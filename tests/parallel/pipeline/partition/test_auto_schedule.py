@@ -126,7 +126,7 @@ def test_nothing_fits() -> None:
 
 
 def test_no_kind_has_these_stages() -> None:
-    with pytest.raises(ScheduleError, match="name a schedule"):
+    with pytest.raises(ScheduleError, match="no schedule for"):
         choose(even(4, 3), Machine(4, 8), ("1f1b", "zb-v"))
 
 

@@ -274,9 +274,9 @@ def test_a_wrong_split_is_told_the_names_that_it_could_use(
             ["blocks.1", "block.2"],
             "parallel.split: the forward calls no unit 'block.2'; similar names are blocks.2",
         ),
-        (["blocks.2", "blocks.1"], "parallel.split: 'blocks.1' does not come after the entry before it; name calls in"),
-        (["embed", "blocks.1"], "parallel.split: 'embed' is the first call of the forward; name calls in"),
-        (["blocks.1", "blocks.2:1"], "parallel.split: 'blocks.2:1' names call 1 of 'blocks.2', which is called 1 "),
+        (["blocks.2", "blocks.1"], "parallel.split: the entry 'blocks.1' does not come after the entry 'blocks.2' in"),
+        (["embed", "blocks.1"], "parallel.split: the entry 'embed' names the first module call of the forward, but"),
+        (["blocks.1", "blocks.2:1"], "parallel.split: 'blocks.2:1' names call 1 of 'blocks.2', but the forward "),
         (["blocks.1", "blocks.2:x"], "parallel.split: 'blocks.2:x' names call x of 'blocks.2'"),
     ],
 )

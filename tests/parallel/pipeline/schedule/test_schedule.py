@@ -61,8 +61,9 @@ def test_what_is_no_token_is_refused(token: str) -> None:
     with pytest.raises(ScheduleError) as error:
         Action.parse(token)
     assert str(error.value) == (
-        f"{token!r} is not an action; write stage, F, B, I or W, and microbatch, such as 2F5."
-    )  # fmt: skip
+        f"{token!r} is not an action; write the number of the stage, then one of the letters F, B, I and W, then the "
+        "number of the microbatch, such as 2F5."
+    )
 
 
 def test_gpipe_does_all_forwards_then_all_backwards_in_order() -> None:
@@ -158,7 +159,8 @@ def test_comments_and_empty_lines_are_passed_over() -> None:
 
 @pytest.mark.parametrize(("text", "sentence"), [
     ("0F0\n0B0 1X1",
-     "own.csv, line 2: '1X1' is not an action; write stage, F, B, I or W, and microbatch, such as 2F5."),
+     "own.csv, line 2: '1X1' is not an action; write the number of the stage, then one of the letters F, B, I and W, "
+     "then the number of the microbatch, such as 2F5."),
     ("# nothing", "schedule own.csv over 0 stages and 0 microbatches is empty; use at least one of each."),
     ("0F0 1F0\n1B0 0B0",
      "schedule own.csv of 2 stages has stage 0 on ranks 0 and 1; place each of the stages 0 to 1 on one rank."),
@@ -171,8 +173,11 @@ def test_a_wrong_file_is_one_sentence(text: str, sentence: str) -> None:
 
 
 def test_rows_must_fit_ranks() -> None:
-    sentence = "schedule x has 1 rows and stages for 2 ranks; write one row for each rank."
-    with pytest.raises(ScheduleError, match=f"^{sentence}$"):
+    sentence = (
+        "schedule x has actions for 1 ranks (per_rank), but stages for 2 ranks (stages_of_rank); give both one entry "
+        "for each pipeline rank."
+    )
+    with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}$"):
         Schedule("x", 2, 1, ((action("0F0"),),), ((0,), (1,)))
 
 

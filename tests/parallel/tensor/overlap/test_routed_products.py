@@ -119,10 +119,10 @@ class Told:
 @pytest.mark.parametrize(
     ("rows", "inputs", "dtype", "sentence"),
     [
-        (8, K, torch.float32, "would send 1024 bytes in 1 tiles to another, but a slot has room for 512 bytes and 4"),
+        (8, K, torch.float32, "to another rank, but route.buffer has capacity = 512 bytes and most = 4 tiles"),
         (3, K, torch.float32, r"rows \(3, 16\) and experts \(2, 16, 32\) do not match the counts, which sum to 8 rows"),
         (8, K, torch.float64, "rows are torch.float64 and experts torch.float64"),
-        (8, 6, torch.float16, r"experts \(2, 6, 32\) of torch.float16 have rows that are no multiple of 16 bytes"),
+        (8, 6, torch.float16, "6 inputs and 32 outputs in torch.float16, .* make both feature sizes multiples of 8"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_sent_is_one_sentence(rows: int, inputs: int, dtype: torch.dtype, sentence: str) -> None:

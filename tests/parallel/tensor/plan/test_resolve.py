@@ -140,8 +140,8 @@ def test_sizes_that_do_not_fit_list_those_that_do() -> None:
 
 def test_heads_that_do_not_make_up_the_outputs() -> None:
     assert refusal(Pair(), {"up": "column head:5", "down": "row"}) == (
-        "up has 12 outputs, but its style 'column head:5' needs 1 equal parts of whole heads of width 5; correct the "
-        "style."
+        "up has 12 outputs, but its style 'column head:5' needs a multiple of 5 (head width 5 times 1 fused part); "
+        "set another head:WIDTH or fused:PARTS in the style of up in parallel.tensor_plan."
     )
 
 
@@ -199,18 +199,21 @@ def test_files_that_hold_no_plan(tmp_path: Path) -> None:
 def test_styles_on_the_wrong_module() -> None:
     assert refusal(Pair(), PAIR | {"norm": "column"}) == (
         "norm is a LayerNorm, but the style 'column' is for nn.Linear and Conv1D; narrow its pattern or give it "
-        '"replicate".'
+        'the style "replicate".'
     )
     assert refusal(Pair(), {"up": "column"}) == (
-        "up is a column layer and needs a row layer that sums its outputs, but no module around up has one; add one, "
-        'or give up "replicate".'
+        'up has the style "column" and needs a layer with the style "row", which sums its outputs, but no module '
+        'around up has a free one; give this style to a layer, or give up the style "replicate" in '
+        "parallel.tensor_plan."
     )
-    assert "needs a column layer that shards its inputs" in refusal(Pair(), {"down": "row"})
+    assert 'needs a layer with the style "column", which shards its inputs' in refusal(Pair(), {"down": "row"})
     assert refusal(Pair(), PAIR | {"norm": "divide:eps"}).startswith(
-        "norm.eps is 1e-05, but divide, set, ratio and heads"
+        'norm.eps is 1e-05, but the words "divide", "set", "ratio" and "heads" of a style change'
     )
     assert refusal(in_model(Pair()), {"*.up": "column", "*.down": "row", "block": "ratio:count=up/down"}) == (
-        "the style of block names block.down, but only column layers of the plan have local outputs; name one of them."
+        "the style 'ratio:count=up/down' of block needs the number of outputs of block.down on each tensor rank, but "
+        'block.down does not have the style "column"; in parallel.tensor_plan, give block.down this style, or name a '
+        'layer with the style "column" in the style of block.'
     )
 
 
@@ -242,11 +245,11 @@ def test_ties_must_be_cut_alike() -> None:
     model.down.weight = model.up.weight
     assert refusal(model, PAIR) == (
         "up.weight is shared by up and down, but their styles shard it differently; give both the same sharding, or "
-        'give both "replicate".'
+        'give both the style "replicate".'
     )
     assert refusal(models.decoder(tied=True), {"tokens": "vocabulary"}) == (
         "tokens.weight is sharded, but head uses the same parameter unsharded; give head the same style, or give both "
-        '"replicate".'
+        'the style "replicate".'
     )
 
 
@@ -262,6 +265,7 @@ def test_a_norm_over_all_heads_is_not_partial() -> None:
     model = models.qwen3()
     model.model.layers[0].self_attn.q_norm = nn.LayerNorm(32)  # type: ignore[union-attr, index]
     assert refusal(model, written_plan(model)) == (
-        "model.layers.0.self_attn.q_norm.weight has the shape (32,), but partial is for norms over one head of width "
-        "8, because a rank has only some of the heads; use tensor = 1 or replicate this attention."
+        'model.layers.0.self_attn.q_norm.weight has the shape (32,), but the style "partial" is for norms over one '
+        "head of width 8; set parallel.tensor to 1, or give model.layers.0.self_attn and its layers the style "
+        '"replicate" in parallel.tensor_plan.'
     )
