@@ -47,6 +47,14 @@ def copy_weights(source: RunState, target: RunState) -> None:
         live = {name: tensor for name, tensor in target.buffers.items() if name in chunk}
         Loader(image, target.local_tensors, live, strict=False).read_weights()
     share_weights(target.runtime.buckets, target.comm)
+    _restart_iterates(target)
+
+
+def _restart_iterates(run: RunState) -> None:
+    """Restarts the averages of a schedule-free optimizer, so that an evaluation has the weights that were given."""
+    averaged = run.runtime.averaged
+    if averaged is not None and averaged.by_itself:
+        averaged.average.forget()
 
 
 def _checked_kinds(source: RunState, target: RunState) -> dict[str, TensorKind]:
@@ -185,6 +193,7 @@ def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
     share_weights(run.runtime.buckets, run.comm)
     for companion in run.runtime.inventory.companions:
         companion.forget()
+    _restart_iterates(run)
 
 
 def _described(run: RunState, state: Mapping[str, Any]) -> dict[str, tuple[str, str, tuple[int, ...]]]:

@@ -277,7 +277,10 @@ class LearningRate:
     @property
     def _ended(self) -> bool:
         """True if a torch scheduler has made all of its steps."""
-        return self.scheduler is not None and self.scheduler.last_epoch >= _length(self.scheduler, sys.maxsize)
+        if self.scheduler is None:
+            return False
+        made = getattr(self.scheduler, "last_epoch", 0)  # torch's ChainedScheduler has none
+        return bool(made >= _length(self.scheduler, sys.maxsize))
 
     def _tell_end(self, update: int) -> None:
         """Warns once that updates after the end of a schedule use its last rate."""

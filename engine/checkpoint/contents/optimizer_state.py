@@ -25,6 +25,7 @@ from engine.zero.optim.averaged_weights import FAMILY
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
 from engine.zero.optim.rules.element_state import element_state, kept_encoded
+from engine.zero.optim.rules.schedule_free import ITERATE
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 Moments = dict[nn.Parameter, dict[str, Tensor]]
@@ -217,7 +218,8 @@ class Families:
 
 
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
-    """Replaces the optimizer's moments by zeros, for a load to fill, and returns them.
+    """Replaces the optimizer's moments by zeros, and schedule-free iterates by the weights, for a load to fill. Returns
+    them.
 
     The result is flat parameter -> moment name -> tensor, with the moments of ``families``. Moments that the optimizer
     stores in 8 bits are returned unencoded, in host memory; a load passes them to ``keep_state`` after it has filled
@@ -239,6 +241,8 @@ def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTa
             for name, kind in families.kinds.items()
             if name in wanted
         }
+        if isinstance(inner, FlatOptimizer) and ITERATE in made[place.parameter]:
+            made[place.parameter][ITERATE].copy_(place.parameter.detach())
         inner.state[place.parameter] = {} if coded else made[place.parameter]
     return made
 
@@ -267,6 +271,8 @@ def restore(
     for group, names, source in zip(inner.param_groups, _names(optimizer, table), sources, strict=True):
         then = stored["groups"][source] if source is not None else {"params": [], "options": {}}
         if isinstance(inner, FlatOptimizer):
+            for counted in inner.counted:
+                group.pop(counted, None)  # a checkpoint from before the first update has none
             _put(group, {name: then["options"][name] for name in inner.counted if name in then["options"]})
             group["step"] = natural(then["options"].get("step", 0), "the optimizer's step")
             optimizer.missed.update({name: group["step"] for name in names if group["step"] and name not in known})
