@@ -63,5 +63,6 @@ def test_the_device_finds_what_the_host_finds(squares: float, weight: float, max
     norm = gradient_norm(squares, weight)
     there = [torch.tensor(x, dtype=torch.float64) for x in (squares, weight)]
     found = factor_on_device(there[0], there[1], max_norm)
-    assert float(found[0]) == pytest.approx(norm, rel=2**-52, nan_ok=True)  # a CPU's root may miss the last bit
+    # a CPU's root may miss the last bit, and the division makes up to two of it
+    assert float(found[0]) == pytest.approx(norm, rel=2**-51, nan_ok=True)
     assert str(float(found[1])) == str(clip_factor(float(found[0]), max_norm) / weight)

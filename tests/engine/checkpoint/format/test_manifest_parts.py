@@ -121,7 +121,7 @@ HOSTILE: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     ),
     "no tensor": ("tensors", lambda part: part["tensors"].pop("master/0"), "not a dict"),
     "a piece too few": ("tensors", lambda part: part["tensors"]["master/0"]["pieces"].pop(), "exactly once"),
-    "a file too many": ("tensors", lambda part: part["tensors"]["master/0"]["pieces"][0].update(file=128), "not below"),
+    "a file too many": ("tensors", lambda part: part["tensors"]["master/0"]["pieces"][0].update(file=128), "are below"),
     "a file outside": ("files", lambda part: part["files"][3].__setitem__(0, "../x"), r"names file '\.\./x'"),
     "a file twice": ("files", lambda part: part["files"][3].__setitem__(0, part["files"][2][0]), "listed once"),
     "a file too few": ("files", lambda part: part["files"].pop(), "does not list the 128 files"),
