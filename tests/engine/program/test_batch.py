@@ -75,7 +75,7 @@ def test_sum_and_weight() -> None:
     assert float(found.sum) == 6.0 and float(found.weight) == 4.0
     with pytest.raises(EngineError, match=r"the weight that loss_fn returned is a tensor of shape \(1,\)"):
         find_loss(None, {}, lambda output, batch: (torch.tensor(6.0), torch.ones(1)))
-    with pytest.raises(EngineError, match="is a str; give a pair .sum, weight. with a number or a 0-dim tensor"):
+    with pytest.raises(EngineError, match=r"is a str; give a pair \(sum, weight\) with a number or a 0-dim tensor"):
         find_loss(None, {}, lambda output, batch: (torch.tensor(6.0), "four"))
 
 
