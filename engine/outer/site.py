@@ -263,9 +263,7 @@ class OuterLoop(StepPart):
         self._life, self._clock = joined.life, joined.clock
         made = self._made + self._skipped  # the store has merged the gradients of skipped steps, too
         if self._content is Content.SUMS and joined.clock != made:
-            if early:
-                if self._comm.grid.rank == 0:
-                    link.leave(joined.life)
+            if early:  # the next join ends this life
                 return
             raise EngineError(
                 f"site {self._outer.site} has made {made} steps and the store has merged {joined.clock}, but with "
