@@ -6,6 +6,7 @@ train_batch    complete the build (first batch) -> StepRunner.train -> report ->
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any, Literal, NoReturn, Self, overload
 
@@ -216,7 +217,7 @@ class Engine(TrainingLoop, NamedState):
             raise EngineError(
                 "train_batch was called under torch.no_grad, which records no gradients; call it outside of no_grad."
             )
-        with self._parts.comm.within(self._parts.update.made):
+        with self._parts.comm.within(lambda: self._parts.update.made):
             with self._parts.comm.noted("train_batch"):
                 pass  # no rank waits for another: that would cost time in every step
             batch = self._parts.completed(batch)
@@ -242,7 +243,7 @@ class Engine(TrainingLoop, NamedState):
         rows; on other ranks it is None.
         """
         self._parts.resources.refuse_closed("eval_batch")
-        with self._parts.comm.within(self._parts.update.made):
+        with self._parts.comm.within(lambda: self._parts.update.made):
             self._parts.comm.join("eval_batch")
             batch = self._parts.completed(batch)
             with self._parts.evaluated():
@@ -419,15 +420,12 @@ class Engine(TrainingLoop, NamedState):
         """
         self._parts.refuse_unfinished("load_checkpoint")
         self._parts.comm.join("load_checkpoint")
-        if self._parts.built is not None:
-            self._parts.built.settle()
         options = LoadOptions(
-            module_only=load_module_only,
-            optimizer_states=load_optimizer_states,
-            strict=strict,
+            module_only=load_module_only, optimizer_states=load_optimizer_states, strict=strict,
             scheduler_states=load_lr_scheduler_states,
-        )
-        return self._parts.checkpoints.load(folder, self._parts.update, options, missing_ok)
+        )  # fmt: skip
+        with self._parts.built.changing() if self._parts.built is not None else nullcontext():
+            return self._parts.checkpoints.load(folder, self._parts.update, options, missing_ok)
 
     def copy_weights_from(self, other: "Engine") -> None:
         """Copies parameters and persistent buffers from another engine on the same ranks, on any grid. Collective.

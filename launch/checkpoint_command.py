@@ -181,7 +181,8 @@ def _saved(manifest: Manifest) -> str:
     update = Fields(manifest.progress.get("update"), "the counters in the manifest")
     known = Fields({"versions": {}} | dict(manifest.info), "the manifest").object("versions")
     versions = ", ".join(f"{name} {version}" for name, version in sorted(known.items())) or "converted"
-    counts = [f"{update.count(name):,} {word}" for name, word in (("samples", "rows"), ("tokens", "tokens"))]
+    rows, tokens = update.count("samples"), update.count("tokens")
+    counts = [f"{rows:,} rows", *[f"{tokens:,} tokens"] * (tokens != rows)]  # without input_ids, a token is a row
     skipped = f", {update.count('skipped'):,} steps skipped" if update.count("skipped") else ""
     return f"{manifest.info.get('time')} after update {manifest.step:,}: {', '.join(counts)}{skipped} ({versions})"
 

@@ -141,7 +141,8 @@ def wait_table(views: list[RankView]) -> list[str]:
 def _row(view: RankView) -> tuple[str, ...]:
     place, seconds = _place(view)
     last = view.last.text if view.last is not None else ""
-    return (str(view.rank), view.host, str(view.pid), str(view.step + 1), place, f"{seconds:.1f} s", last)
+    step = str(view.step + (view.phase == "STEP"))
+    return (str(view.rank), view.host, str(view.pid), step, place, f"{seconds:.1f} s", last)
 
 
 def _place(view: RankView) -> tuple[str, float]:

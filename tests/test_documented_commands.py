@@ -240,6 +240,15 @@ REASONS = {
     "export TRINE_OUTER_TOKEN=a-secret": "a setting of the commands after it",
     "torchrun --nproc_per_node 8 train.py": "run above with another number of ranks",
     "python -m tests.recorded record RUNS.json --checkpoints FOLDER": "trains for minutes",
+    **dict.fromkeys(
+        (
+            "GLOO_SOCKET_IFNAME=eth0 torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d "
+            f"--rdzv-endpoint=10.0.0.1:29400 --rdzv-id=job --rdzv-conf=join_timeout=60,is_host={host} "
+            f"--local-addr={address} train.py"
+            for host, address in (("true", "10.0.0.1"), ("false", "10.0.0.2"))
+        ),
+        "needs two hosts without names; tests/cluster/test_nodes.py runs the line with names",
+    ),
 }
 """Command -> why no test runs it."""
 

@@ -332,6 +332,15 @@ def test_a_deepspeed_script_prints_the_same_losses_in_both_stages(runs: Runs) ->
     assert (printed.folder / "runs/signs/step-00000024/COMMIT").exists()
 
 
+def test_tensor_ranks_of_the_deepspeed_script_read_the_same_rows(runs: Runs, tmp_path: Path) -> None:
+    config = json.loads(EXAMPLES["signs"].configs["zero2.json"]) | {"zero_optimization": {"stage": 0}}
+    config["parallel"] = {"tensor": 2, "tensor_plan": {"0": "column", "2": "row"}}
+    (tmp_path / "tp2.json").write_text(json.dumps(config))
+    losses, others = start("signs", "tp2.json", tmp_path).losses, runs("signs", "zero2.json").losses
+    assert list(losses) == list(others)
+    assert list(losses.values()) == pytest.approx(list(others.values()), rel=0.05)  # bf16
+
+
 def test_the_diff_is_that_of_the_script() -> None:
     script = EXAMPLES["signs"].script.splitlines()
     (diff,) = re.findall(r"```diff\n(.*?)```", DEEPSPEED_PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -34,7 +34,7 @@ from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
 from engine.kernels.dispatch import Kernels, has_triton, runs_triton
 from engine.optim.built_in import built_in_optimizer
-from engine.optim.lr_schedules import LearningRate, make_learning_rate
+from engine.optim.lr_schedules import LearningRate, make_learning_rate, schedule_words
 from engine.optim.param_groups import show_inner
 from engine.outer.pulled_weights import PulledWeights
 from engine.parallel.activation_checkpointing.blocks import Again, recompute_blocks
@@ -145,7 +145,7 @@ def _plan_request(model: nn.Module, config: Config, request: Request, example: B
         card=own_card(request.changes.kernels),
         own_optimizer=request.optimizer is not None,
         own_rule=request.whole,
-        own_schedule=request.lr_scheduler is not None,
+        own_schedule=schedule_words(request.lr_scheduler),
         replacements=request.changes.replacements,
         given=request.given,
     )

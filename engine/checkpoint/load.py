@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.contents.local_tensors import Held, LocalTensors
-from engine.checkpoint.contents.optimizer_state import Families, Moments
-from engine.checkpoint.format.host_image import as_bytes, in_batches, torch_dtype
+from engine.checkpoint.contents.optimizer_state import Families
+from engine.checkpoint.format.host_image import as_bytes, in_batches, overwrite, torch_dtype
 from engine.checkpoint.format.pieces import Part
 from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.checkpoint.format.step_reader import ReadRequest
@@ -288,7 +288,7 @@ class Loader:
     def _read_one(self, name: str, part: Part, target: Tensor) -> None:
         values = torch.empty(target.shape, dtype=torch_dtype(self._kinds[name]))
         self.source.read([ReadRequest(self._stored(name), part.whole(), as_bytes(values))])
-        target.copy_(values)
+        overwrite(target, values)
 
 
 @torch.no_grad()
@@ -307,7 +307,7 @@ def read_unplaced(source: TensorSource, model: nn.Module) -> None:
             continue
         values = torch.empty(target.shape, dtype=torch_dtype(kinds[stored]))
         source.read([ReadRequest(stored, Part(tuple(target.shape)).whole(), as_bytes(values))])
-        target.copy_(values)
+        overwrite(target, values)
 
 
 def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -347,9 +347,11 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 
 
 @torch.no_grad()
-def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> None:
-    """All-gathers optimizer moments over data ranks at ZeRO 0, after each rank has loaded its part. Does nothing at
-    other stages.
+def share_moments(
+    local_tensors: LocalTensors, moments: Mapping[nn.Parameter, Mapping[str, Tensor]], comm: Comm
+) -> None:
+    """All-gathers optimizer moments, or tensors of companions such as averages, over data ranks at ZeRO 0, after each
+    rank has loaded its part. Does nothing at other stages.
     """
     for flat in local_tensors.buckets:
         places = [place for place in local_tensors.places if place.flat is flat]
@@ -357,7 +359,7 @@ def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> 
             continue
         kinds = {name: values for place in places for name, values in moments.get(place.parameter, {}).items()}
         for name, values in kinds.items():
-            having = [place for place in places if name in moments[place.parameter]]
+            having = [place for place in places if name in moments.get(place.parameter, {})]
             whole = torch.zeros(flat.bucket.elements, dtype=values.dtype, device=flat.params.device)
             for place in having:
                 whole[place.part].copy_(moments[place.parameter][name].view(-1))

@@ -8,11 +8,11 @@ At each arrow all ranks agree that the previous phase succeeded; otherwise all r
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.checkpoint.contents.optimizer_state import (
     Families,
@@ -170,7 +170,10 @@ class Resume:
         self.touched = True
         with loading(self._host, self._step, self._advice):
             made = self._read(reader, loader)
+            beside = self._read_companions(reader, loader)
         share_weights(run.runtime.buckets, run.comm)
+        for tensors in beside:
+            share_moments(run.local_tensors, tensors, run.comm)
         run.runtime.weights_written()
         if self._states:
             share_moments(run.local_tensors, made, run.comm)
@@ -277,8 +280,16 @@ class Resume:
             made = make_moments(runtime.optimizer, families, runtime.plan.table)
             loader.read_moments(made)
             loader.read_apart(runtime.optimizer.whole)
-        for companion in self._run.runtime.inventory.companions:
-            loader.read_moments(companion.prepare(reader.kinds if self._states else {}))
+        return made
+
+    def _read_companions(
+        self, reader: OpenCheckpoint, loader: Loader
+    ) -> list[Mapping[nn.Parameter, Mapping[str, Tensor]]]:
+        """Reads the averages and anchors; what the checkpoint lacks of them stays as it was prepared."""
+        stored = reader.kinds if self._states else {}
+        made = [companion.prepare(stored) for companion in self._run.runtime.inventory.companions]
+        for tensors in made:
+            replace(loader, strict=False).read_moments(tensors)
         return made
 
     def _families(self, reader: OpenCheckpoint) -> Families:

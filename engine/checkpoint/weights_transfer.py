@@ -36,21 +36,29 @@ def copy_weights(source: RunState, target: RunState) -> None:
 
     Raises:
         EngineError: the models differ, frozen weights are quantized, or the engines run on different ranks. All ranks
-            raise, before communication.
+            raise, before a weight is changed.
     """
-    _check(source, target)
+    kinds = _checked_kinds(source, target)
     for flat in source.runtime.buckets:
         sync_masters(flat)
-    kinds = _kinds(source)
     for names in in_batches(kinds, lambda name: kind_bytes(kinds[name]), AT_ONCE):
         chunk = {name: kinds[name] for name in names}
         image = shared_image(source, chunk, lambda made: _write(source, made))
         live = {name: tensor for name, tensor in target.buffers.items() if name in chunk}
         Loader(image, target.local_tensors, live, strict=False).read_weights()
     share_weights(target.runtime.buckets, target.comm)
+    _restart_iterates(target)
 
 
-def _check(source: RunState, target: RunState) -> None:
+def _restart_iterates(run: RunState) -> None:
+    """Restarts the averages of a schedule-free optimizer, so that an evaluation has the weights that were given."""
+    averaged = run.runtime.averaged
+    if averaged is not None and averaged.by_itself:
+        averaged.average.forget()
+
+
+def _checked_kinds(source: RunState, target: RunState) -> dict[str, TensorKind]:
+    """Returns dtype and shape of the sent tensors, after a check that ``target`` has them in the same shapes."""
     sizes = [run.comm.grid.world_size for run in (source, target)]
     if sizes[0] != sizes[1]:
         raise EngineError(
@@ -62,28 +70,22 @@ def _check(source: RunState, target: RunState) -> None:
                 f"copy_weights_from: {which} engine stores frozen weights in 8 or 4 bits (quantize_frozen), but only "
                 "unquantized weights can be copied; leave quantize_frozen out of the configurations of both engines."
             )
-    theirs, own = (_shapes(run) for run in (source, target))
+    kinds, wanted = _kinds(source), _kinds(target)
+    theirs, own = ({name: kind.shape for name, kind in of.items()} for of in (kinds, wanted))
     for name in sorted(theirs.keys() ^ own.keys() | {name for name in own if theirs.get(name) != own[name]}):
         given = [str(list(shapes[name])) if name in shapes else "nothing" for shapes in (theirs, own)]
         raise EngineError(
             f"copy_weights_from: {name.partition('/')[2]!r} is {given[0]} in the other engine and {given[1]} in this "
             "one; build both with the same model."
         )
-
-
-def _shapes(run: RunState) -> dict[str, tuple[int, ...]]:
-    parameters = {f"param/{row.name}": row.shape for row in run.runtime.plan.table}
-    return parameters | {name: tuple(buffer.shape) for name, buffer in run.buffers.items()}
+    return kinds
 
 
 def _kinds(run: RunState) -> dict[str, TensorKind]:
     """Returns dtype and shape of the sent tensors, equal on every rank."""
-    precision, kinds = run.runtime.plan.precision, {name: kind_of(buffer) for name, buffer in run.buffers.items()}
-    for row in run.runtime.plan.table:
-        name = str(row.dtype).removeprefix("torch.")
-        dtype = (precision.widths(name).master if row.trainable else None) or row.dtype
-        kinds[f"param/{row.name}"] = kind_of(torch.empty(0, dtype=dtype), row.shape)
-    return kinds
+    kinds = {f"buffer/{name}": kind for name, kind in run.full_state.buffer_kinds().items()}
+    kinds |= {f"param/{row.name}": (run.full_state.widest_dtype(row), row.shape) for row in run.runtime.plan.table}
+    return {name: kind_of(torch.empty(0, dtype=dtype), shape) for name, (dtype, shape) in kinds.items()}
 
 
 def kind_bytes(kind: TensorKind) -> int:
@@ -177,7 +179,11 @@ def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
     kinds, keys = {}, {}
     for name, (key, dtype, shape) in json.loads(told).items():
         kinds[name], keys[name] = TensorKind(dtype, tuple(shape)), key
-    Loader(Image(kinds, {}, _SOURCE), run.local_tensors, run.buffers, strict).check()
+    buffers = {
+        f"buffer/{name}": torch.empty(shape, dtype=dtype, device="meta")
+        for name, (dtype, shape) in run.full_state.buffer_kinds().items()
+    }  # equal on all ranks, so that all or none raise
+    Loader(Image(kinds, {}, _SOURCE), run.local_tensors, buffers, strict).check()
     known = [name for name in kinds if name in run.keys]
     for names in in_batches(known, lambda name: kind_bytes(kinds[name]), AT_ONCE):
         chunk = {name: kinds[name] for name in names}
@@ -187,6 +193,7 @@ def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
     share_weights(run.runtime.buckets, run.comm)
     for companion in run.runtime.inventory.companions:
         companion.forget()
+    _restart_iterates(run)
 
 
 def _described(run: RunState, state: Mapping[str, Any]) -> dict[str, tuple[str, str, tuple[int, ...]]]:

@@ -87,6 +87,11 @@ def packed_row(pieces: Sequence[RowPiece], packing: Packing) -> dict[str, Tensor
     return {name: torch.from_numpy(values) for name, values in named.items()}
 
 
+def no_tokens() -> EngineError:
+    """Returns the error that a dataset has no tokens to pack."""
+    return EngineError("pack: the documents have no tokens, so there are no rows. Pass documents with tokens.")
+
+
 class PackedRows:
     """Endless sequence of packed rows: the documents of a dataset one after another, cut into rows of
     ``packing.length`` tokens.
@@ -101,7 +106,7 @@ class PackedRows:
         self._lengths = np.asarray(documents.lengths, dtype=np.int64)
         total = int(self._lengths.sum())
         if not total:
-            raise EngineError("pack: the documents have no tokens, so there are no rows. Pass documents with tokens.")
+            raise no_tokens()
         self._documents, self._packing = documents, packing
         self.size = -(-total // packing.length)
         """Rows of an epoch."""

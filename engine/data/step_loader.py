@@ -204,12 +204,12 @@ def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
 def _shuffles(given: DataLoader[Any]) -> bool | None:
     """Returns True if every sample comes once an epoch in random order, False if in dataset order, None if neither."""
     sampler: Any = given.sampler
-    # by name, because torchdata's samplers are no subclasses of torch's
-    names = {kind.__name__ for kind in type(sampler).__mro__}
-    once = len(sampler) == len(cast(Sized, given.dataset)) and not getattr(sampler, "replacement", False)
-    if not once or not names & {"RandomSampler", "SequentialSampler"}:
+    # by name, because torchdata's samplers are no subclasses of torch's; of the class that sets the order
+    name = next((kind.__name__ for kind in type(sampler).__mro__ if "__iter__" in vars(kind)), "")
+    if name not in ("RandomSampler", "SequentialSampler"):  # others may have no length
         return None
-    return "RandomSampler" in names
+    once = len(sampler) == len(cast(Sized, given.dataset)) and not getattr(sampler, "replacement", False)
+    return name == "RandomSampler" if once else None
 
 
 class StepLoader(Iterator[Batch]):

@@ -24,7 +24,7 @@ from torch.nn.functional import pad as pad_tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker
 
-from engine.data.packed_rows import PackedRows, SampleOrder, pack_epoch, packed_row
+from engine.data.packed_rows import PackedRows, SampleOrder, no_tokens, pack_epoch, packed_row
 from engine.data.settings import DataPosition, LoaderSettings, Padding, StepRows
 from engine.data.windows import IGNORED_LABEL, Documents
 from engine.errors import EngineError
@@ -48,7 +48,7 @@ def collated(samples: Sequence[Any], settings: LoaderSettings, absent: int = 0) 
     else:
         rows = [_tensors(sample) for sample in samples]
         batch = default_collate(_padded(rows, settings.pad) if settings.pad is not None else _equal(rows))
-    return _without_labels(batch, absent) if absent else batch
+    return _without_labels(batch, absent, len(samples)) if absent else batch
 
 
 def _tensors(sample: Any) -> Any:
@@ -57,8 +57,9 @@ def _tensors(sample: Any) -> Any:
         return {key: _tensors(value) for key, value in sample.items()}
     if isinstance(sample, tuple):
         return tuple(_tensors(value) for value in sample)
-    if isinstance(sample, np.ndarray) and sample.dtype.kind in "biuf":
-        return torch.from_numpy(sample.astype(np.int64) if sample.dtype.kind == "u" else sample.copy())
+    if isinstance(sample, np.ndarray | np.generic) and sample.dtype.kind in "biuf":
+        array = np.asarray(sample)
+        return torch.from_numpy(array.astype(np.int64) if array.dtype.kind == "u" else array.copy())
     if isinstance(sample, list) and _holds_numbers(sample):
         return torch.tensor(sample) if sample else torch.empty(0, dtype=torch.int64)
     return sample
@@ -68,7 +69,7 @@ def _holds_numbers(value: Any) -> bool:
     """Returns True if nested lists end in numbers, like columns of Hugging Face datasets; an empty list counts."""
     while isinstance(value, list) and value:
         value = value[0]
-    return isinstance(value, int | float | list)
+    return isinstance(value, int | float | list | np.number)
 
 
 def _padded(rows: Sequence[Any], padding: Padding) -> list[Any]:
@@ -103,7 +104,7 @@ def _equal(rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _without_labels(batch: Batch, absent: int) -> Batch:
+def _without_labels(batch: Batch, absent: int, rows: int) -> Batch:
     named = isinstance(batch, Mapping)
     labels = batch.get("labels") if named else batch[-1] if isinstance(batch, tuple | list) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point():
@@ -111,11 +112,17 @@ def _without_labels(batch: Batch, absent: int) -> Batch:
             'at_end = "joined" fills the last step up with rows whose labels are -100, but this batch has no integer '
             'labels (key "labels", or the last of a tuple). Choose "dropped", or return samples with labels.'
         )
+    if labels.shape[:1] != (rows,):
+        raise EngineError(
+            f'at_end = "joined" fills the last step up with rows whose labels are -100, but labels of {rows} samples '
+            f'have shape {list(labels.shape)}, not a row for each. Choose "dropped", or collate rows.'
+        )
     labels = labels.clone()  # a collate function may return one tensor as input and labels
     labels[-absent:] = IGNORED_LABEL
     if named:
         return {**batch, "labels": labels}
-    return type(batch)([*batch[:-1], labels])
+    made: Callable[[Any], Batch] = getattr(type(batch), "_make", type(batch))  # a named tuple takes one value a field
+    return made([*batch[:-1], labels])
 
 
 Step = tuple[DataPosition, list[Batch]]
@@ -329,6 +336,8 @@ class StreamedSteps(IterableDataset[Step]):
             for behind, sample in rows:
                 yield behind, sample
                 position = behind.position
+            if epochs is None and position == start.position and not start.read:  # it would read them for ever
+                raise no_tokens()
             start = DataPosition(position, start.epoch + 1)
 
 

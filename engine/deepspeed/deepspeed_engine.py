@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -20,7 +19,7 @@ from engine.deepspeed.returned import LastStep, returned_optimizer, returned_sch
 from engine.deepspeed.runtime.dataloader import loader_of_a_rank
 from engine.deepspeed.scheduled import Scheduled, ScheduledMembers
 from engine.deepspeed.utils.tensor_fragment import RepeatingLoader
-from engine.deepspeed.utils.zero_to_fp32 import write_script
+from engine.deepspeed.utils.zero_to_fp32 import write_script, write_weights
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.kernels.device import ACCELERATORS
@@ -339,8 +338,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self.global_rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
-            apart = {name: value.clone() for name, value in weights.items()}  # tied weights share memory
-            save_file(apart, Path(save_dir, save_filename).with_suffix(".safetensors"))
+            write_weights(weights, Path(save_dir, save_filename).with_suffix(".safetensors"))
         return True
 
     save_fp16_model = save_16bit_model

@@ -21,7 +21,7 @@ _NEAREST: Mapping[str, str] = MappingProxyType({
     "init_inference": "eng.generate and eng.predict use the weights that are trained (docs/guides/training_loop.md)",
     "launcher": "`trine launch` starts jobs (docs/guides/launching.md)",
     "module_inject": "parallel.tensor cuts any model by a plan that it finds (docs/guides/tensor.md)",
-    "moe": "a model with experts is trained as it is, and parallel.expert shares them (docs/start/your_model.md)",
+    "moe": "a model with experts is trained as it is, and parallel.expert shares them (docs/guides/experts.md)",
     "monitor": "monitor of the configuration writes the figures of each step (docs/reference/configuration.md)",
     "ops": "kernels of the configuration chooses the engine's own (docs/reference/configuration.md)",
     "pipe.": "engine.deepspeed.pipe has PipelineModule and its layers (docs/reference/deepspeed.md)",

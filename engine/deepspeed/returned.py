@@ -1,7 +1,7 @@
 """Optimizer and scheduler that ``deepspeed.initialize`` returns, usable before the model is sharded."""
 
-from collections.abc import Callable, Mapping, MutableMapping
-from functools import partial
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -164,10 +164,20 @@ def configured_schedule(config: Config, given: Any) -> Any:
     section = config.scheduler
     if given is not None or section is None or section.type not in SCHEDULES:
         return given
-    return partial(_made, SCHEDULES[section.type], section.params)
+    return ConfiguredSchedule(section.type, section.params)
 
 
-def _made(kind: Callable[..., Any], params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
-    if params.get("warmup_num_steps") == 0:  # a warmup has at least two steps
-        params = dict(params) | {"warmup_num_steps": 1}
-    return kind(optimizer, **params)
+@dataclass(frozen=True, slots=True)
+class ConfiguredSchedule:
+    """Function that makes the DeepSpeed schedule of section ``scheduler`` for an optimizer."""
+
+    words: str
+    """Type of the schedule, for the banner."""
+    params: Mapping[str, Any]
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Returns the schedule over ``optimizer``."""
+        params = dict(self.params)
+        if params.get("warmup_num_steps") == 0:  # a warmup has at least two steps
+            params["warmup_num_steps"] = 1
+        return SCHEDULES[self.words](optimizer, **params)

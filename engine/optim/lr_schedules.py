@@ -277,7 +277,10 @@ class LearningRate:
     @property
     def _ended(self) -> bool:
         """True if a torch scheduler has made all of its steps."""
-        return self.scheduler is not None and self.scheduler.last_epoch >= _length(self.scheduler, sys.maxsize)
+        if self.scheduler is None:
+            return False
+        made = getattr(self.scheduler, "last_epoch", 0)  # torch's ChainedScheduler has none
+        return bool(made >= _length(self.scheduler, sys.maxsize))
 
     def _tell_end(self, update: int) -> None:
         """Warns once that updates after the end of a schedule use its last rate."""
@@ -384,6 +387,11 @@ def check_scheduler(scheduler: SchedulerArgument | None, optimizer: object) -> N
             f"lr_scheduler is a {kind} over another optimizer than the passed one; pass its own optimizer as "
             f"optimizer=..., or lr_scheduler=lambda optimizer: {kind}(optimizer, ...)."
         )
+
+
+def schedule_words(scheduler: SchedulerArgument | None) -> str:
+    """Returns words for the user's ``scheduler``: its attribute ``words``, or "schedule given in code"; "" for None."""
+    return "" if scheduler is None else str(getattr(scheduler, "words", "schedule given in code"))
 
 
 _METRIC = (

@@ -70,8 +70,8 @@ class PlanRequest:
     """True if the script passes an optimizer, so that the size of its state is unknown."""
     own_rule: MatrixRule | None = None
     """Rule of the script's optimizer, if it updates whole matrices."""
-    own_schedule: bool | None = None
-    """True if the script passes a learning-rate schedule; None: unknown."""
+    own_schedule: str | None = None
+    """Words for the learning-rate schedule that the script passes, "" without one; None: unknown."""
     costs: Costs | None = None
     """Measured seconds of the model's module calls; None: FLOPs are counted instead."""
     replacements: tuple[Replacement, ...] = ()

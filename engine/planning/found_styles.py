@@ -20,7 +20,6 @@ import logging
 import os
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -30,6 +29,7 @@ from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -125,14 +125,13 @@ class StylesCache:
         record = json.dumps({"digest": digest, "sha256": _sha256(text), "found": text})
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            number, name = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+            written = self.folder / f"{uuid4().hex}.tmp"  # a file of tempfile is unreadable for other users
             try:
-                with os.fdopen(number, "w", encoding="utf-8") as file:
-                    file.write(record)
-                os.replace(name, self._file(digest))
+                written.write_text(record, encoding="utf-8")
+                os.replace(written, self._file(digest))
             except OSError:
                 with suppress(OSError):
-                    os.unlink(name)
+                    written.unlink()
                 raise
         except OSError as error:
             logger.info("the tensor plan is not kept for the next start, because %s cannot be written: %s",

@@ -113,8 +113,8 @@ class Plan:
     """MoE modules with counted tokens; () without ``monitor.expert_load``."""
     own_rule: MatrixRule | None = None
     """Rule of the script's optimizer, if it updates whole matrices."""
-    own_schedule: bool | None = None
-    """True if the script passes a learning-rate schedule; None: unknown, in a plan without a run."""
+    own_schedule: str | None = None
+    """Words for the learning-rate schedule that the script passes, "" without one; None: unknown, without a run."""
     router_biases: tuple[RouterBias, ...] = ()
     """Bias buffers of routers that each step adjusts towards an even load."""
     replay: ReplayPlan | None = None

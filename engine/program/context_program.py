@@ -13,6 +13,7 @@ from engine.errors import EngineError
 from engine.parallel.context.balance import WorkBalance, work_of_documents
 from engine.parallel.context.choose import AskedMethod
 from engine.parallel.context.recurrence.followed import ContextPlan
+from engine.parallel.context.recurrence.placed import PlacedTensor
 from engine.parallel.context.recurrence.placed_rules import gathered_value
 from engine.parallel.context.rows.rowwise import RowwiseModule, running_rowwise
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
@@ -21,7 +22,7 @@ from engine.parallel.tensor.global_tensor.index_sets import Sets
 from engine.parallel.tensor.global_tensor.redistribute import gradient_to_owner
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.model_trace import ModelTrace
-from engine.parallel.trace.torch_function import map_leaves
+from engine.parallel.trace.torch_function import map_leaves, plain_leaves
 from engine.program.batch import Batch, tensors_by_path
 from engine.program.loss import WeightedLoss
 from engine.program.program import ForwardResult, Program
@@ -175,6 +176,8 @@ class ContextProgram(Program):
         try:
             with SequenceEntry(sequences, (tensor for _, tensor in tensors_by_path(moved))) as entry:
                 made = run()
+                if any(type(leaf) is PlacedTensor for leaf in plain_leaves(made)):
+                    made = _gather_placed(made)  # before the relay forgets the messages that their backward joins
         finally:
             sequences.running = False
         sequences.clear()
@@ -215,6 +218,11 @@ def gather_sequences(output: Any) -> Any:
     tensors.
     """
     return map_leaves(_plain, output)
+
+
+def _gather_placed(output: Any) -> Any:
+    """Sends every tensor in ``output`` that a single context rank stores to all ranks; returns ``output`` with them."""
+    return map_leaves(lambda leaf: _plain(leaf) if type(leaf) is PlacedTensor else leaf, output)
 
 
 def _plain(value: Any) -> Any:

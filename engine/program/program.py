@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError, first_line
 from engine.kernels.device import PinnedCopies
-from engine.parallel.context.recipe import masks_by_recipe
+from engine.parallel.context.recipe_mode import masks_by_recipe
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.precision.dtypes import Precision
 from engine.program.batch import Batch, call_model, cast_floats, map_tensors, tensors_by_path
@@ -89,7 +89,8 @@ class Program:
         found = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if not found:
             return find_loss(output, moved, None)  # raises with the type of the output
-        return WeightedLoss(torch.stack([leaf.float().square().mean() for leaf in found]).sum(), 1.0)
+        # tensor ranks keep logits sharded here, as in the cross-entropy that a user's loop computes from the output
+        return WeightedLoss(torch.stack([leaf.float().logsumexp(dim=-1).sum() for leaf in found]).sum(), 1.0)
 
     def output(self, microbatch: Batch) -> Any:
         """Returns the model's output for one microbatch, without a call of the loss function."""

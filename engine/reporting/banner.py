@@ -247,7 +247,7 @@ def _tensor_lines(plan: Plan) -> dict[str, str]:
     shown = len(plan.tensor.shown)
     counts += [f"{shown} parameter{'s' * (shown > 1)} through views"] * bool(shown)
     gathers = any(row.label == LOGITS for tally in plan.tensor_traffic.values() for row in tally.rows())
-    extra = "; the model's own loss gathers the logits" if gathers else ""
+    extra = "; the loss gathers the logits" if gathers else ""
     whole = sum(row.elements * row.dtype.itemsize for row in plan.table if row.name not in plan.tensor.parameters)
     lines = [
         f"{plan.config.tp} ranks shard the layers ({', '.join(counts) or 'no layer is sharded'}{extra}), "
@@ -396,8 +396,8 @@ def _traffic_line(rank: RankPlan) -> str:
 def _optimizer_line(plan: Plan) -> str:
     optimizer, scheduler = plan.config.optimizer, plan.config.scheduler
     kind = _optimizer_words(plan.config) if optimizer and plan.moments is not None else "given in code"
-    unknown = {True: "schedule given in code", False: "constant lr", None: "constant lr or given in code"}
-    schedule = scheduler.type if scheduler else unknown[plan.own_schedule]
+    unknown = {"": "constant lr", None: "constant lr or given in code"}
+    schedule = scheduler.type if scheduler else plan.own_schedule or unknown[plan.own_schedule]
     return f"{kind}, {len(plan.groups)} group{'s' * (len(plan.groups) > 1)}, {schedule}"
 
 

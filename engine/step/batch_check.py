@@ -20,6 +20,11 @@ from engine.parallel.comm.comm import Comm
 from engine.program.batch import Batch, named_tensors
 from engine.step.failed_ranks import OtherRankError
 
+SAMPLER_ADVICE = (
+    "let the sampler use eng.grid.coord().dp and eng.grid.dp (under engine.deepspeed: "
+    "model_engine.grid.get_data_parallel_rank() and model_engine.grid.get_data_parallel_world_size())"
+)
+"""Advice in messages about batches that the wrong ranks share."""
 _REFUSED = -1
 _GLIMPSE = 4096
 """Bytes of each tensor that a glimpse reads."""
@@ -101,8 +106,7 @@ def check_batch(
         if other != digests[0]:
             raise EngineError(
                 f"rank {peers[0]} and rank {rank} were given different batches; all ranks of a "
-                f"data coordinate (here {grid.row_rank}) must pass the same batch: let the sampler use "
-                "grid.coord().dp and grid.dp."
+                f"data coordinate (here {grid.row_rank}) must pass the same batch: {SAMPLER_ADVICE}."
             )
     return anywhere
 

@@ -87,6 +87,8 @@ class BackgroundReads(StepPart):
     order = PartOrder.BACKGROUND_READS
 
     def __init__(self) -> None:
+        self.changed = False
+        """True if frozen weights may have changed since the last published version, which sets it to False."""
         self._reading: Future[None] | None = None
         self._pool = ThreadPoolExecutor(1, "weight-reads")
 
@@ -114,6 +116,7 @@ class BackgroundReads(StepPart):
     def changing(self) -> Iterator[None]:
         """Waits until the running background read ends, and raises its error. Weights may be changed in the context."""
         self.join()
+        self.changed = True
         yield
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from engine.errors import EngineError
 from engine.parallel.comm.failed_calls import has_lost_ranks
+from engine.parallel.comm.traffic import Tally
 from engine.parallel.pipeline.runtime.executor import RankSchedule, rank_schedule
 from engine.parallel.pipeline.runtime.outputs import Carrier
 from engine.program.batch import Batch, is_text, join_outputs, named_tensors
@@ -284,19 +285,20 @@ class StepRunner:
 
     # ------------------------------------------------------------------ parts of a step
 
-    def begin(self, started: float | None = None) -> StepState:
+    def begin(self, started: tuple[float, Tally] | None = None) -> StepState:
         """Returns the state of a new step with zero sums.
 
-        ``started``: time of its start by ``time.perf_counter``; None: now.
+        ``started``: time of its start by ``time.perf_counter``, and the traffic until then; None: now.
         """
+        now, sent = (time.perf_counter(), self._comm.tally.copy()) if started is None else started
         self._attachment.check()
         if torch.is_grad_enabled():
             self._update.used_factor = None
         self._control.refuse_spoiled()
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         return StepState(
-            started=time.perf_counter() if started is None else started,
-            sent=self._comm.tally.copy(),
+            started=now,
+            sent=sent,
             loss=zero,
             weight=zero.clone(),
             scale=self._update.scale.value,

@@ -26,6 +26,7 @@ from engine.optim.lr_schedules import LearningRate
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.precision.loss_scaler import make_loss_scale
+from engine.step.batch_check import SAMPLER_ADVICE
 from engine.step.failed_ranks import failure_of_step
 from engine.step.parts import StepPart
 from engine.step.runtime import RankRuntime
@@ -227,8 +228,9 @@ class Update:
         if self._alike == 2 and totals.digest and self._comm.grid.rank == 0:
             logger.warning(
                 "all %d data ranks were given the same batch in each of the first two steps, so they compute what one "
-                "would; give each its own rows: let the sampler use eng.grid.coord().dp and eng.grid.dp.",
+                "would; give each its own rows: %s.",
                 self._comm.grid.row_ranks,
+                SAMPLER_ADVICE,
             )
 
     def _clipping(self, norm: float, step: StepState) -> float:

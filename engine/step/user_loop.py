@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.parallel.comm.traffic import Tally
 from engine.parallel.model.forward_patch import PatchLayer
 from engine.parallel.tensor.logits.sharded_logits import compute_lazy
 from engine.program.batch import Batch
@@ -90,7 +91,7 @@ class UserLoop:
         self._runner, self._runtime = runner, runtime
         self._accumulation = runtime.plan.config.accumulation
         self._step: StepState | None = None
-        self._started: float | None = None
+        self._started: tuple[float, Tally] | None = None
         self._forwarded: Batch = None
         self.state = LoopState.LEFT
         self._forwards = 0
@@ -129,7 +130,7 @@ class UserLoop:
         runtime, training = self._runtime, torch.is_grad_enabled()
         given = args[0] if len(args) == 1 and not kwargs else kwargs or args
         if self._step is None and self._started is None and training:
-            self._started = time.perf_counter()
+            self._started = time.perf_counter(), runtime.comm.tally.copy()
             for part in runtime.parts.having(StepPart.begin_step):
                 part.begin_step()
             self._runner.remarks.look([given])
@@ -354,8 +355,7 @@ class UserLoop:
         if self._step is None:
             for part in self._runtime.parts.having(StepPart.refuse_own_loop):
                 part.refuse_own_loop()
-            started, self._started = self._started, None
-            self._step = self._runner.begin(started)
+            self._step, self._started = self._runner.begin(self._started), None
             if self._counted is not None:
                 self._step.experts = self._counted
         return self._step

@@ -85,7 +85,7 @@ def _ended(gone: Sequence[RankView], views: Mapping[int, RankView]) -> Blame:
     causes = [view for view in gone if not is_consequence(view.words)]
     causes = causes or [view for view in views.values() if view.words and not is_consequence(view.words)]
     first = max(causes or gone, key=lambda view: view.idle)
-    how = first.words.strip() or first.ended or "it left no message"
+    how = _words(first) or first.ended or "it left no message"
     told = f"{first.name} has ended: {how}{_doing(first)}{_finished(first)}."
     return Blame(ranks=(first.rank,), kind="ended", sentence=told, certain=bool(causes))
 
@@ -164,7 +164,11 @@ def _finished(view: RankView) -> str:
 
 
 def _said(view: RankView) -> str:
-    return f", after {view.words.strip()}" if view.words else ""
+    return f", after {_words(view)}" if view.words else ""
+
+
+def _words(view: RankView) -> str:
+    return view.words.strip().rstrip(".")  # the sentence goes on
 
 
 def _waiters(others: Sequence[RankView]) -> str:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from engine.parallel.comm.rendezvous import name_ranks
@@ -291,6 +292,8 @@ class Monitor:
         """Kills the ranks of this host that still run, after a line that names them and the cause."""
         if running := self.local.running:
             told = f"kills {name_ranks(running)} on {self.orders.host} with SIGKILL, because {self.cause}"
+            if self.orders.report and (Path(self.orders.report) / REPORT).exists():
+                told += f" `trine watch {quote(self.orders.report)}` shows the report."
             with suppress(OSError):  # whoever read this output may have ended
                 print(f"trine watchdog {told}", file=sys.stderr, flush=True)
         self.local.end(self.cause)

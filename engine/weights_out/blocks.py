@@ -147,10 +147,5 @@ class WeightBlocks:
         """
         return self._reader.fetch(self.version, into, known, self.until)
 
-    @property
-    def lacked(self) -> int:
-        """Total bytes of changed blocks that ``reader`` has requested so far, for this and all earlier versions."""
-        return self._reader.traffic.lacked
-
     def _of(self, keys: Sequence[str]) -> Iterator[tuple[str, PublishedTensor]]:
         return ((key, self.geometry.tensors[key]) for key in keys)

@@ -103,10 +103,6 @@ class WeightImage:
             self._written[key] = self._number
             self._ready.add(key)
 
-    def lacks(self, key: str) -> bool:
-        """Returns True if no version so far has written tensor ``key`` into this image."""
-        return key not in self._written
-
     def hashes(self, number: int, wanted: Sequence[WantedPiece], hashed: bool = True) -> tuple[str, list[Hashes]]:
         """Returns (digest of ``wanted``, hashes of blocks of 256 KiB); :meth:`read` needs the digest.
 

@@ -31,7 +31,7 @@ from engine.errors import ConfigError, LaunchError, first_line
 from engine.kernels.codecs.weight_format import dequantize
 from engine.kernels.device import is_host
 from engine.outer.http.open_link import read_secret
-from engine.parallel.comm.agreement import all_or_none, from_first
+from engine.parallel.comm.agreement import all_or_none, first_rank, from_first
 from engine.step.rank_parts import BackgroundReads
 from engine.web.hosted import HostedApplication, run_in_thread
 from engine.web.sockets import address_of, is_loopback, listen
@@ -199,9 +199,9 @@ class WeightPublisher:
         with self._run.runtime.saving(), ExitStack() as filling:
             for image in self._images:
                 filling.enter_context(image.filling(number))
-            later = [each for each in self._values() if not self._put(each, waits)]
+            later = [each for each in self._values(self._takes_frozen()) if not self._put(each, waits)]
             rest = filling.pop_all()
-        self._number, self._base = number, number
+        self._number, self._base, self._reads.changed = number, number, False
         offer = partial(self._offer, version, later, rest)
         if later:
             self._reads.start(offer)
@@ -255,20 +255,27 @@ class WeightPublisher:
         with self._reader.leased(None, until):
             deliver(WeightBlocks(self._reader, version, until), self._consumers)
 
-    def _values(self) -> Iterator[tuple[str, Tensor, Piece, bool]]:
+    def _takes_frozen(self) -> bool:
+        """Returns True if this version needs frozen weights anew: the first one, and one after a load or a change by
+        hand. With ``settings.frozen``, all-reduces 8 bytes over the world, label "start".
+        """
+        changed = self._reads.changed or self._base is None
+        return self._settings.frozen and first_rank(changed, self._run.comm, self._run.device, "start") is not None
+
+    def _values(self, frozen: bool) -> Iterator[tuple[str, Tensor, Piece, bool]]:
         """Yields the tensors that this rank copies into its images: key, values, the elements among them, and True if
         nothing but an update changes them.
 
-        Frozen weights are yielded once. All-gathers buckets of quantized ones over dp, label "full state".
+        ``frozen``: True for frozen weights too. All-gathers buckets of quantized ones over dp, label "full state".
         """
         weights, run = self._weights(), self._run
         for tensor in self._own:
             if tensor.row is None:
                 yield tensor.key, run.buffers[tensor.name].reshape(-1), Part(tensor.kind.shape).whole(), False
-            elif tensor.row.trainable or (tensor.row.quantized is None and self._lacks(tensor.key)):
+            elif tensor.row.trainable or (tensor.row.quantized is None and frozen):
                 held = weights[tensor.name]
                 yield tensor.key, held.values, held.own, True
-        if self._settings.frozen and self._base is None:
+        if frozen:
             yield from self._decoded({tensor.name: tensor for tensor in self._own})
 
     def _weights(self) -> Mapping[str, Held]:
@@ -278,9 +285,6 @@ class WeightPublisher:
             found = self._run.local_tensors.weights(copies=True)
             self._memory, self._held = memory, {held.tensor: held for held in found}
         return self._held
-
-    def _lacks(self, key: str) -> bool:
-        return any(image.lacks(key) for image in self._images if key in image.owned)
 
     def _decoded(self, own: Mapping[str, ModelTensor]) -> Iterator[tuple[str, Tensor, Piece, bool]]:
         """Yields quantized weights, decoded one tensor at a time."""

@@ -15,7 +15,7 @@ from time import monotonic
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.format.host_image import kind_of, torch_dtype
+from engine.checkpoint.format.host_image import kind_of, overwrite, torch_dtype
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.errors import EngineError
 from engine.kernels.device import is_host
@@ -206,7 +206,7 @@ class WeightReceiver:
             )
         with torch.no_grad():
             for key, values in shadows.made.items():
-                live[key].copy_(values)
+                overwrite(live[key], values)
                 if peer is not None and live[key].is_contiguous() and is_host(live[key].device):
                     peer.image.share(key, live[key])  # so the shadow ends
         self.version, self._known = version, (version.run, peers, hashes)

@@ -98,7 +98,10 @@ def add_launch_options(command: ArgumentParser) -> None:
 def _add_places(command: ArgumentParser) -> None:
     ssh = command.add_argument_group("over ssh")
     ssh.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts, one a line: node0 slots=4, or node0:4")
-    ssh.add_argument("--ssh", metavar="COMMAND", help='ssh with its options, such as "ssh -p 2222"')
+    ssh.add_argument("--ssh", metavar="COMMAND", help=(
+        'ssh with its options, such as "ssh -p 2222", or a program that takes "[-o OPTION]... -T HOST COMMAND" and '
+        "passes stdin to COMMAND"
+    ))  # fmt: skip
     ssh.add_argument("--preflight-timeout", type=_count, metavar="SECONDS", help="time limit of a host's answer (10)")
     slurm = command.add_argument_group("under Slurm")
     slurm.add_argument("--slurm", action="store_true", help="write a script for sbatch")

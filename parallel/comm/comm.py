@@ -190,16 +190,16 @@ class Comm:
         return self._issue("all_reduce", tensor, "pp", label, call, route)
 
     @contextmanager
-    def within(self, step: int) -> Iterator[None]:
-        """Returns a context that marks an engine call, made after ``step`` steps, in this rank's communication log."""
+    def within(self, made: Callable[[], int]) -> Iterator[None]:
+        """Returns a context that marks an engine call in this rank's communication log; ``made`` counts made steps."""
         if self.recorder is None:
             yield
             return
-        self.recorder.enter(step)
+        self.recorder.enter(made())
         try:
             yield
         finally:
-            self.recorder.leave(step)
+            self.recorder.leave(made())
 
     @contextmanager
     def noted(self, call: str) -> Iterator[None]:

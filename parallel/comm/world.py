@@ -453,11 +453,12 @@ def _rendezvous_failure(world: World, seconds: float, error: Exception) -> GridE
     interfaces = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
     hint = f"interface settings are {interfaces}" if interfaces else "no network interface is set"
     logger.debug("rank %d could not join", world.rank, exc_info=error)
+    after = f"given up after {seconds:.0f} s" if seconds >= 0.5 else "which failed at once"
     if world.place is not None and (words := loopback_words(world.place, os.environ)):
         joined = f"rank {world.rank} of {world.size} could not join the job {address}"
-        return GridError(f"{joined}, given up after {seconds:.0f} s; {words}.")
+        return GridError(f"{joined}, {after}; {words}.")
     return GridError(
-        f"rank {world.rank} of {world.size} could not join the job {address}, given up after {seconds:.0f} s "
+        f"rank {world.rank} of {world.size} could not join the job {address}, {after} "
         f"({first_line(error)}); all nodes need the same MASTER_ADDR and an open MASTER_PORT, and {hint}: "
         "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME must name an interface of this machine (see `ip address`)."
     )

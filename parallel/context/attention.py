@@ -164,7 +164,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        refuse_second_derivatives()
+        refuse_second_derivatives("cp")
         attention: KeyAttention = ctx.attention
         q, pairs, rows, out, lse = ctx.saved_tensors
         rows = rows if ctx.recipe is None else ctx.recipe

@@ -25,6 +25,7 @@ from engine.parallel.context.attention import KeyAttention, attend_keys, casts_f
 from engine.parallel.context.choose import ASSUMED, AttentionRates, AttentionSizes, Method, choose_method
 from engine.parallel.context.cuts import contiguous
 from engine.parallel.context.key_flow import KeyFlow, gathered_keys, needed_flow, own_keys, ring_of_keys
+from engine.parallel.context.recipe import TensorRecipe
 from engine.parallel.context.recut import recut, sent_elements, take
 from engine.parallel.context.repeated_heads import before_repeat
 from engine.parallel.context.rules import GivenAttention, attend_gathered, gathered_pair, mask_rows
@@ -135,7 +136,7 @@ class _Call(NamedTuple):
         sizes = (key, self.shape, self.have, query.full, query.sets, self.given.causal)
         if mask is None:
             return self.context.find(sizes, make)
-        plans, at = self.context.attention.plans, (*sizes, id(mask))
+        plans, at = self.context.attention.plans, (*sizes, *_content_of(mask))
         if at not in plans:
             plans[at] = mask, make()
         made: Made = plans[at][1]
@@ -161,6 +162,7 @@ def context_attention(context: "AttendingContext", func: Function, *args: Any, *
         NoRuleError: another dim than S is sharded, or keys and values are sharded differently.
     """
     query, key, value, mask, options = attention_arguments(args, options)
+    mask = mask.kept() if type(mask) is TensorRecipe else mask
     own, theirs = layout_of(query).sets, layout_of(key).sets
     if own[-2] is None and theirs[-2] is None:
         return attention_rule(context, func, query, key, value, mask, **options)
@@ -298,12 +300,20 @@ def _over(call: _Call, flow: KeyFlow) -> GlobalTensor:
     return GlobalTensor(out, (*given.query.full[:-1], call.value.full[-1]), given.query.sets, context)
 
 
+def _content_of(mask: Tensor) -> tuple[int, int]:
+    """Returns a key of a mask's content, which code may write in place between two attentions."""
+    held: Tensor | None = mask
+    while held is not None and type(held) is not Tensor:
+        held = held.local if type(held) is GlobalTensor else None
+    return id(mask), 0 if held is None or held.is_inference() else held._version
+
+
 def _rows(call: _Call, own: Index) -> Tensor | None:
     """Returns the rows of the mask for the queries of this rank."""
     mask, rows = call.given.mask, call.context.attention.rows
     if mask is None:
         return None
-    key = (id(mask), own)
+    key = (*_content_of(mask), own)
     if key not in rows:
         rows[key] = mask, mask_rows(call.context, mask, own)
     made: Tensor = rows[key][1]

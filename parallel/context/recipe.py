@@ -7,13 +7,13 @@
     attention(q, k, v, recipe)    some rows of queries at a time over the keys that they see, each again in backward
     anything else                 the whole tensor, as torch makes it
 
-Recipes have no gradient. Short tensors (position ids, documents, padding) are ordinary tensors. On a GPU, the mode also
-computes short integer tensors that come from ``torch.arange`` on the host, so that ``if mask.all():`` does not wait.
+Recipes have no gradient. Short tensors (position ids, documents, padding) are ordinary tensors. Before code writes into
+a recipe, all that share its memory in torch, and those that were made of them, become whole tensors.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -21,47 +21,46 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from engine.kernels.device import is_host
-from engine.parallel.model.operand_casts import QuietMode, is_watched
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.rules.attention import attention_arguments
-from engine.parallel.trace.torch_function import METADATA
+from engine.parallel.trace.torch_function import METADATA, function_name, writes_in_place
 
 _LARGE = 1 << 24
 """Elements from which on a result stays a recipe."""
 _ROWS, _LINES = 1 << 22, 64
 """Elements of a mask that attention makes at a time, and the minimum number of its rows."""
-_LONG = 1 << 12
-"""Positions from which on the tensors of a forward become recipes."""
-_TWIN = 1 << 17
-"""Maximum elements of a tensor that the host computes too."""
+_SHORT = 8
+"""A recipe copies tensors of at most this part of its elements."""
 
 Part = Tensor | slice | None
 """Indices of one dim: a tensor of integers, a slice, or None for all."""
 Function = Callable[..., Any]
 
 
-def _functions(names: str) -> frozenset[Function]:
+def functions_named(names: str) -> frozenset[Function]:
+    """Returns the functions of torch and of tensors with ``names``, which spaces separate."""
     return frozenset(
         getattr(owner, name) for name in names.split() for owner in (torch, Tensor) if hasattr(owner, name)
     )
 
 
-_BY_ELEMENT = _functions(
+BY_ELEMENT = functions_named(
     "add sub mul div floor_divide remainder neg abs eq ne lt le gt ge logical_and logical_or logical_not bitwise_and "
     "bitwise_or bitwise_not where float long int bool half double bfloat16 to type_as clamp masked_fill minimum "
     "maximum __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __floordiv__ __mod__ __truediv__ __and__ __rand__ "
     "__or__ __ror__ __invert__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __neg__ __abs__ contiguous clone "
     "detach"
 )
-_CONSTANTS = (torch.ones, torch.full)
+CONSTANTS = (torch.ones, torch.full)
 _TRIANGLES = {torch.tril: True, Tensor.tril: True, torch.triu: False, Tensor.triu: False}
 """Functions that keep a triangle; True: the lower one."""
 _SELECTS = (Tensor.index_select, torch.index_select)
-_ASKED = METADATA | _functions("size dim numel")
-_INDEXED = Tensor.__getitem__
-_FOLLOWED = _BY_ELEMENT | {_INDEXED} | _functions("unsqueeze expand view diff cumsum all any sum")
-"""Functions that the host computes too, of tensors that it knows."""
+_ASKED = METADATA | functions_named("size dim numel")
+INDEXED = Tensor.__getitem__
+_VIEWS = frozenset((Tensor.expand, Tensor.unsqueeze, torch.unsqueeze, INDEXED)) | functions_named(
+    "float long int bool half double bfloat16 to type_as contiguous detach"
+)
+"""Functions with a result that may share the memory of their first argument."""
 
 
 class TensorRecipe(Tensor):
@@ -75,11 +74,19 @@ class TensorRecipe(Tensor):
     made: Tensor | None
     seen: dict[Hashable, "list[SeenLines]"]
     """Blocks of rows and the keys that they see, by runs of rows and choice of keys."""
+    call: tuple[Function, Any, Any] | None
+    """Function that made this recipe of others, and its arguments."""
+    users: "list[ref[TensorRecipe]]"
+    """Recipes that were made of this one."""
+    shown: bool
+    """True if code has the memory of the whole tensor, and may write into it."""
+    snapshot: "TensorRecipe | None"
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, part: Callable[[Sequence[Part]], Tensor]) -> "TensorRecipe":
         recipe: TensorRecipe = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
         recipe.part, recipe.made, recipe.seen = part, None, {}
+        recipe.call, recipe.users, recipe.shown, recipe.snapshot = None, [], False, None
         return recipe
 
     def box(self, wanted: Sequence[Part]) -> Tensor:
@@ -91,6 +98,40 @@ class TensorRecipe(Tensor):
         if self.made is None:
             self.made = self.part((None,) * self.ndim)
         return self.made
+
+    def kept(self) -> Tensor:
+        """Returns a recipe with the same elements, which later writes do not change; the whole tensor if it is known
+        to code, since torch counts its writes.
+        """
+        if self.shown:
+            return self.whole()
+        if self.snapshot is None:
+            self.snapshot = TensorRecipe(_shaped(self.shape, self.dtype), self.device, self.part)
+            for source in (self, *_recipes_in(self.call)):
+                source.users.append(ref(self.snapshot))
+        return self.snapshot
+
+    def show(self) -> None:
+        """Computes the whole tensor before code gets its memory, all recipes that share this memory in torch, and those
+        that were made of them.
+        """
+        first = self
+        while (base := _viewed(first)) is not None:
+            first = base
+        waiting = [first]
+        while waiting:
+            one = waiting.pop()
+            if one.shown:
+                continue
+            if one is not first and one.call is not None:
+                func, args, kwargs = one.call
+                one.made = func(*_made(args), **_made(kwargs))
+            memory, one.shown, one.snapshot = _memory(one.whole()), True, None
+            for user in (each() for each in one.users):
+                if user is not None and _viewed(user) is one:
+                    waiting.append(user)
+                elif user is not None and _memory(user.whole()) == memory:
+                    user.made = user.whole().clone()
 
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,15 +145,27 @@ class TensorRecipe(Tensor):
             return _attention(func, *args, **kwargs)
         if any(issubclass(kind, GlobalTensor) for kind in types) and not isinstance(args[0], TensorRecipe):
             return NotImplemented
-        made = recipe_of(func, args, kwargs)
-        if made is not None:
+        found = recipe_of(func, args, kwargs)
+        if found is not None:
+            return found
+        for each in _recipes_in((args[:1] if writes_in_place(function_name(func)) else (), kwargs.get("out"))):
+            each.show()
+        made = func(*_made(args), **_made(kwargs))
+        # a part that code takes from a mask is computed alone, and is then a copy
+        held = [one for one in _recipes_in((args, kwargs)) if not one.shown and _viewed(one) is None]
+        memories = {_memory(leaf) for leaf in pytree.tree_leaves(made, is_leaf=_is_tensor) if type(leaf) is Tensor}
+        if all(_memory(one.whole()) not in memories for one in held):
             return made
+        for each in held:
+            each.show()
         return func(*_made(args), **_made(kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        for each in _recipes_in((args, kwargs)) if func._schema.is_mutable else ():
+            each.show()
         return func(*_made(args), **_made(kwargs or {}))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -127,15 +180,42 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
+def _recipes_in(tree: Any) -> list[TensorRecipe]:
+    return [leaf for leaf in pytree.tree_leaves(tree, is_leaf=_is_tensor) if type(leaf) is TensorRecipe]
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _viewed(recipe: TensorRecipe) -> TensorRecipe | None:
+    """Returns the recipe whose memory ``recipe`` may share in torch."""
+    func, args, _ = recipe.call or (None, (), None)
+    first = args[0] if args and func in _VIEWS else None
+    return first if type(first) is TensorRecipe and first.dtype == recipe.dtype else None
+
+
 def recipe_of(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
     """Returns ``func(*args, **kwargs)`` as a tensor without memory that is computed in parts when read.
 
-    Returns None for a small result or an unsupported ``func``.
+    Returns None for a small result, an unsupported ``func``, or a recipe whose memory code has.
     """
+    made = _recipe_of(func, args, kwargs)
+    sources = _recipes_in((args, kwargs))
+    if made is not None and all(made is not each for each in sources):
+        made.call = func, args, kwargs
+        for source in sources:
+            source.users.append(ref(made))
+    return made
+
+
+def _recipe_of(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_tensor) if isinstance(leaf, Tensor)]
     if not tensors or any(type(leaf) not in (Tensor, TensorRecipe) or leaf.requires_grad for leaf in tensors):
         return None
-    if func in _BY_ELEMENT:
+    if kwargs.get("out") is not None or any(type(leaf) is TensorRecipe and leaf.shown for leaf in tensors):
+        return None
+    if func in BY_ELEMENT:
         return _by_element(func, args, kwargs, tensors)
     first = args[0] if args else None
     if func in _TRIANGLES and type(first) is TensorRecipe:
@@ -149,7 +229,7 @@ def recipe_of(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
     if func in (Tensor.unsqueeze, torch.unsqueeze) and len(args) == 2:
         place = args[1] % (first.ndim + 1)
         return _indexed(first, (slice(None),) * place + (None,))
-    return _indexed(first, args[1] if isinstance(args[1], tuple) else (args[1],)) if func is _INDEXED else None
+    return _indexed(first, args[1] if isinstance(args[1], tuple) else (args[1],)) if func is INDEXED else None
 
 
 def _by_element(func: Function, args: Any, kwargs: Any, tensors: list[Tensor]) -> TensorRecipe | None:
@@ -158,6 +238,12 @@ def _by_element(func: Function, args: Any, kwargs: Any, tensors: list[Tensor]) -
     count = shape.numel()
     if count < _LARGE or any(type(leaf) is Tensor and 2 * leaf.numel() > count for leaf in tensors):
         return None
+
+    # code may write into a short tensor before the result is read
+    args, kwargs = pytree.tree_map(
+        lambda leaf: leaf.clone() if type(leaf) is Tensor and _SHORT * leaf.numel() <= count else leaf,
+        (args, kwargs), is_leaf=_is_tensor,
+    )  # fmt: skip
 
     def part(wanted: Sequence[Part]) -> Tensor:
         def aligned(leaf: Any) -> Any:
@@ -170,11 +256,11 @@ def _by_element(func: Function, args: Any, kwargs: Any, tensors: list[Tensor]) -
         out: Tensor = func(*own, **named)
         return out
 
-    device = next((leaf.device for leaf in tensors if leaf.ndim), tensors[0].device)
-    return TensorRecipe(_like(func, args, kwargs, shape), device, part)
+    like = _like(func, args, kwargs)
+    return TensorRecipe(_shaped(shape, like.dtype), like.device, part) if type(like) is Tensor else None
 
 
-def _constant(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
+def constant_recipe(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
     """Returns the recipe of a large square of equal elements, as masks begin with; None for other tensors."""
     if kwargs.keys() - {"size", "fill_value", "dtype", "device"} or not (args or "size" in kwargs):
         return None
@@ -193,10 +279,8 @@ def _constant(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
 
 
 def _triangle(func: Function, given: TensorRecipe, diagonal: int = 0, **named: Any) -> TensorRecipe | None:
-    """Returns the recipe of ``tril`` or ``triu``; None if ``given`` is made, so that code may have written into it."""
-    if given.ndim < 2 or named or given.made is not None:
+    if given.ndim < 2 or named:
         return None
-    box = given.part
 
     def places(dim: int, wanted: Part) -> Tensor:
         every = torch.arange(given.shape[dim], device=given.device)
@@ -205,18 +289,19 @@ def _triangle(func: Function, given: TensorRecipe, diagonal: int = 0, **named: A
     def part(wanted: Sequence[Part]) -> Tensor:
         edge, columns = places(-2, wanted[-2])[:, None] + diagonal, places(-1, wanted[-1])
         hidden = columns > edge if _TRIANGLES[func] else columns < edge
-        return box(wanted).masked_fill(hidden, 0)
+        return given.box(wanted).masked_fill(hidden, 0)
 
     return TensorRecipe(_shaped(given.shape, given.dtype), given.device, part)
 
 
-def _like(func: Function, args: Any, kwargs: Any, shape: torch.Size) -> Tensor:
-    """Returns a tensor on the meta device of ``shape`` with the dtype of the result."""
+def _like(func: Function, args: Any, kwargs: Any) -> Any:
+    """Returns the result for tensors without elements: one of its dtype and device, or what is no tensor."""
     empty = pytree.tree_map(
-        lambda leaf: torch.empty((0,) * min(leaf.ndim, 1), dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf,
+        lambda leaf: torch.empty((0,) * min(leaf.ndim, 1), dtype=leaf.dtype, device=leaf.device)
+        if isinstance(leaf, Tensor) else leaf,
         (args, kwargs), is_leaf=_is_tensor,
     )  # fmt: skip
-    return _shaped(shape, func(*empty[0], **empty[1]).dtype)
+    return func(*empty[0], **empty[1])
 
 
 def _shaped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -299,6 +384,7 @@ def _indexed(given: TensorRecipe, index: tuple[Any, ...]) -> TensorRecipe | None
 def _attention(func: Function, *args: Any, **options: Any) -> Tensor:
     """Runs attention [.., S, D] with a recipe as mask, some rows of queries at a time, over the keys that they see."""
     query, key, value, recipe, options = attention_arguments(args, options)
+    recipe = recipe.kept() if type(recipe) is TensorRecipe else recipe
     if type(recipe) is not TensorRecipe:
         return func(*_made((query, key, value, recipe)), **options)  # type: ignore[no-any-return]
 
@@ -366,107 +452,3 @@ def _ends(block: Tensor) -> Tensor:
     """Returns the first key that some row sees and the last one + 1; two zeros if there is none."""
     seen = block.flatten(0, -2).any(0).int()
     return torch.stack((seen.argmax(), len(seen) - seen.flip(0).argmax())) * seen.any()
-
-
-class HostTwins:
-    """Host copies of a forward's small integer tensors, so that code reads their values without a device wait.
-
-    ``torch.arange`` runs on the host too; the copy of a batch is the host tensor that it was made from. Later
-    operations run on the copies too.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
-        """(tensor, its version, the copy) by the tensor's id; the tensor is held, so that its id stays its own."""
-
-    def follow(self, func: Function, args: Any, kwargs: Any, made: Any) -> None:
-        """Registers the host copy of ``made``, a result of ``func``, by running ``func`` on the host copies of the
-        arguments.
-
-        Does nothing unless all tensor arguments have host copies and ``made`` is a short tensor of integers.
-        """
-        if func is not torch.arange and not any(id(each) in self._known for each in args):
-            return
-        if type(made) is not Tensor or made.numel() > _TWIN or made.is_floating_point() or made.is_inference():
-            return
-        if func is torch.arange and is_host(made.device):
-            return
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        leaves, form = pytree.tree_flatten((args, kwargs), is_leaf=_is_tensor)
-        own = [self.of(leaf) if isinstance(leaf, Tensor) else _on_host(leaf) for leaf in leaves]
-        if all(twin is not None or leaf is None for twin, leaf in zip(own, leaves, strict=True)):
-            args, kwargs = pytree.tree_unflatten(own, form)
-            self._known[id(made)] = made, made._version, func(*args, **kwargs)
-
-    def know(self, tensor: Tensor, twin: Tensor) -> None:
-        """Registers the host tensor ``twin`` as the host copy of ``tensor``, unless ``tensor`` is large or
-        floating-point.
-        """
-        short = tensor.numel() <= _TWIN and not tensor.is_floating_point() and not tensor.is_inference()
-        if short and is_host(twin.device) and not is_host(tensor.device):
-            self._known[id(tensor)] = tensor, tensor._version, twin
-
-    def of(self, tensor: Tensor) -> Tensor | None:
-        """Returns the host copy of ``tensor``; None without a copy, or if ``tensor`` was written after the copy."""
-        _, version, twin = self._known.get(id(tensor), (None, 0, None))
-        return twin if twin is not None and tensor._version == version else None
-
-
-def _on_host(leaf: Any) -> Any:
-    """Returns an argument for the host's copy; None if it may name a device in another way."""
-    return torch.device("cpu") if isinstance(leaf, torch.device) else None if isinstance(leaf, str) else leaf
-
-
-class RecipeMode(QuietMode):
-    """Function mode that replaces large results, which elementwise functions broadcast from small tensors, by
-    :class:`TensorRecipe`.
-
-    ``twins``: host copies of short tensors, which ``bool``, ``int`` and ``item`` read without a wait; None: no copies.
-    """
-
-    def __init__(self, twins: HostTwins | None = None) -> None:
-        super().__init__()
-        self._twins = twins
-
-    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        if func in _CONSTANTS and (made := _constant(func, args, kwargs)) is not None:
-            return made
-        if func in _BY_ELEMENT and (made := recipe_of(func, args, kwargs)) is not None:
-            return made
-        if self._twins is None or not (func in _FOLLOWED or func in _STARTS or func in _ANSWERS):
-            return func(*args, **kwargs)
-        if func in _ANSWERS and (twin := self._twins.of(args[0])) is not None:
-            return func(twin)
-        made = func(*args, **kwargs)
-        self._twins.follow(func, args, kwargs, made)
-        return made
-
-
-_STARTS, _ANSWERS = (torch.arange,), (Tensor.__bool__, Tensor.item, Tensor.__int__)
-
-
-@contextmanager
-def masks_by_recipe(batch: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Opens a context for one forward, in which large masks are computed in parts when read.
-
-    For a batch on a device, short integer tensors get host copies. Does nothing for a short batch in host memory, or if
-    another function mode is active.
-
-    ``batch``: pairs (tensor, the tensor that it was copied from).
-    """
-    pairs = [pair for pair in batch if pair[0].ndim > 1]
-    given = [tensor for tensor, _ in pairs]
-    plain = all(type(tensor) is Tensor and not tensor.is_meta for tensor in given)
-    waits = any(not is_host(tensor.device) for tensor in given)
-    if plain and (waits or any(tensor.shape[1] >= _LONG for tensor in given)) and not is_watched():
-        twins = HostTwins()
-        for pair in pairs:
-            twins.know(*pair)
-        with RecipeMode(twins if waits else None):
-            yield
-    else:
-        yield

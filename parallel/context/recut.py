@@ -301,7 +301,7 @@ class _Recut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        refuse_second_derivatives()
+        refuse_second_derivatives("cp")
         ways = [Way(boxes.back, add=not held_once(boxes.ways[2])) for boxes in ctx.every]
         made, wait = start_together(grads, ways, ctx.axis, ctx.label)
         wait()

@@ -79,8 +79,9 @@ def _causal(func: Function, query: Tensor, keys: Tensor, values: Tensor, held: R
     for first, last in held.tolist():
         stop = start + last - first
         rows = torch.arange(first, last, device=query.device)
-        seen = rows[:, None] >= torch.arange(last, device=query.device)
-        part = query[..., start:stop, :], keys[..., :last, :], values[..., :last, :]
+        end = min(last, keys.shape[-2])
+        seen = rows[:, None] >= torch.arange(end, device=query.device)
+        part = query[..., start:stop, :], keys[..., :end, :], values[..., :end, :]
         outs.append(func(*part, attn_mask=seen, **options))
         start = stop
     return torch.cat(outs, -2) if len(outs) > 1 else outs[0] if outs else query[..., :0, : values.shape[-1]]

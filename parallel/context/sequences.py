@@ -211,9 +211,9 @@ class SequenceEntry(QuietMode):
                 args = (*args[:place], self._sharded(given, dim), *args[place + 1 :])
                 if func is layer_input:
                     return args[0]
-            elif not given.is_floating_point():
+            elif not given.is_floating_point() and func not in _TABLES:
                 return self._followed(given, func(*args, **(kwargs or {})))
-        elif func in _TABLES and len(args) > place and (ids := self._positions(args[place])) is not None:
+        if func in _TABLES and len(args) > place and (ids := self._positions(args[place])) is not None:
             args = (*args[:place], ids, *args[place + 1 :])
         return func(*args, **(kwargs or {}))
 
@@ -285,9 +285,12 @@ _OF_CHANNELS = frozenset((functional.conv1d, torch.conv1d))
 def _sequence_dim(func: Function, given: Tensor) -> int | None:
     """Returns the dim of a batch tensor that is a sequence, if ``func`` reads it as one.
 
-    Token ids are sharded by the functions of ``_READERS``, and embeddings [B, S, H] by any function.
+    Token ids are sharded by the functions of ``_READERS``, and embeddings [B, S, H] by any function. One number or
+    vector for each row of the batch, such as the number of a speaker, is no sequence.
     """
     if not given.is_floating_point():
-        return given.ndim - 1 if func in _READERS and given.ndim else None
-    reads = (given.ndim >= 3 and func in _READERS) or (given.ndim == 3 and func not in _OF_CHANNELS)
-    return given.ndim - 2 if reads else None
+        dim, reads = given.ndim - 1, given.ndim > 1 and func in _READERS
+    else:
+        dim = given.ndim - 2
+        reads = (given.ndim >= 3 and func in _READERS) or (given.ndim == 3 and func not in _OF_CHANNELS)
+    return dim if reads and given.shape[dim] > 1 else None

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from engine.kernels.dispatch import is_executed
 from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.experts.dispatch import AXIS, COMBINE, Round
+from engine.parallel.tensor.collectives import refuse_second_derivatives
 
 _DYNAMO = "torch._dynamo.eval_frame"
 """Module that runs compiled code."""
@@ -197,6 +198,7 @@ class _FirstUse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (token,) = ctx.saved_tensors  # a checkpoint sends rows again first: see dispatch.exchange
+        refuse_second_derivatives(AXIS)
         arrival: Arrival = ctx.arrival
         node = ctx.next_functions[0][0]
         if getattr(node, "arrival", None) is arrival and is_executed(node):
@@ -219,6 +221,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
+        refuse_second_derivatives(AXIS)
         arrival: Arrival = ctx.arrival
         started, arrival.back = arrival.back, None
         sent, rows, pending = started or arrival.send_back(grad, token)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.comm.comm import Comm
+from engine.parallel.tensor.collectives import refuse_second_derivatives
 
 AXIS = "ep"
 DISPATCH, COMBINE, ROUTING = "dispatch", "combine", "routing"
@@ -126,6 +127,7 @@ class _Exchange(torch.autograd.Function):
         # A checkpoint around this node sends rows again once a saved tensor is read. A rank without rows may have saved
         # no other one: reading it here lets every rank do so before the exchange of gradients.
         _ = ctx.saved_tensors
+        refuse_second_derivatives(AXIS)
         rows = sum(ctx.gets)
         full = [
             torch.zeros(rows, *shape, dtype=dtype, device=device) if grad is None else grad.contiguous()

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, product
 
-import torch
 from torch import Tensor, nn
 
 from engine.parallel.experts.calls import ExpertCall
 from engine.parallel.model.parametrized_weights import adapter_chain
+from engine.parallel.model.side_effects import forward_settings
 from engine.parallel.shard_table import Range
 
 
@@ -295,9 +295,4 @@ def module_kind(module: nn.Module) -> tuple[object, ...]:
     of expert-parallelism tests.
     """
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
-    settings = tuple(
-        (name, value if isinstance(value, int | float | str | None) else type(value))
-        for name, value in sorted(vars(module).items())
-        if not name.startswith("_") and name != "training" and not isinstance(value, Mapping | torch.Tensor)
-    )
-    return type(module), shapes, settings, tuple(type(child) for child in module.modules())
+    return type(module), shapes, forward_settings(module)

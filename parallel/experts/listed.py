@@ -239,7 +239,8 @@ class SharedList:
         unread = (got,) if ties and not len(got) else ()  # no answer leads to the rows that this rank has sent
         (back,) = exchange((made,), gets, gives, self._comm, COMBINE, (*ties, *unread))
         self._answers = back
-        parts = list(torch.split(back, [size for each in sizes for size in each])) if len(back) or any(sizes) else []
+        each_call = [size for each in sizes for size in each]  # unsafe: the block may write into its answers in place
+        parts = list(torch.unsafe_split_with_sizes(back, each_call)) if each_call else []
         for expert, each in zip(self._experts, sizes, strict=True):
             expert.answers, parts = parts[: len(each)], parts[len(each) :]
 

@@ -192,6 +192,13 @@ class SharedExperts:
             for name, each in given.items()
         }
         rows = call.read(whole, experts)
+        for name, each in given.items():
+            if name not in call.names and isinstance(each, Tensor) and not isinstance(each, nn.Parameter):
+                raise EngineError(
+                    f"{self._found.name} was called with a tensor {name} {list(each.shape)}, but with parallel.expert "
+                    f"it computes the rows of other ranks too, which have another {name}; apply it before or after the "
+                    "experts, or leave parallel.expert out."
+                )
         if rows is None:
             found = (given.get(name) for name in call.names)
             shown = ", ".join(str(list(each.shape)) if isinstance(each, Tensor) else str(each) for each in found)

@@ -46,6 +46,30 @@ def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
             step()
 
 
+def forward_settings(module: nn.Module) -> tuple[object, ...]:
+    """Returns a hashable key of the attributes and buffers of ``module`` and its submodules.
+
+    A result of a trial of one module holds for all modules of the same code, parameter shapes and settings. Objects
+    other than numbers, strings, dtypes and devices are equal if they are the same object.
+    """
+    return tuple(
+        (path, type(each), *sorted((name, _comparable(value)) for name, value in _settings_of(each)))
+        for path, each in module.named_modules()
+    )
+
+
+def _settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from module._buffers.items()
+    yield from ((name, value) for name, value in vars(module).items() if name not in _OF_TORCH and name != "training")
+
+
+def _comparable(value: Any) -> str:
+    if type(value) is Tensor and (value.is_meta or value.numel() <= _FEW):
+        return repr((tuple(value.shape), value.dtype, None if value.is_meta else value.tolist()))
+    plain = all(isinstance(one, _COMPARED) for one in (value if isinstance(value, list | tuple) else (value,)))
+    return repr(value) if plain else f"{type(value)} {id(value)}"
+
+
 class _EagerForwards:
     """Context of eager runs of compiled modules, which cannot be observed; without effect before dynamo is loaded.
 
@@ -132,6 +156,9 @@ State = Mapping[Place, Any]
 _NOTHING = object()
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (bool, int, float, str, NoneType)
+_COMPARED = (*_PLAIN, torch.dtype, torch.device)
+_FEW = 1 << 10
+"""Elements up to which two tensors are compared by content."""
 _CLOSED = (
     Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, dict, list, tuple,
 )  # fmt: skip

@@ -206,16 +206,19 @@ def split_parts(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     return x.view(*x.shape[:dim], axis.size, x.shape[dim] // axis.size, *x.shape[dim + 1 :]).movedim(dim, 0)
 
 
-def refuse_second_derivatives() -> None:
+def refuse_second_derivatives(axis: str = "tp") -> None:
     """Checks that the running backward records no autograd graph: second derivatives are not supported.
+
+    ``axis``: name of the axis over which the function communicates.
 
     Raises:
         EngineError: backward was called with ``create_graph``.
     """
     if torch.is_grad_enabled():
+        key = {"cp": "context", "ep": "expert"}.get(axis, "tensor")
         raise EngineError(
-            "backward was called with create_graph = True, but layers that are sharded over tensor ranks have first "
-            "derivatives only; set parallel.tensor to 1."
+            f"backward was called with create_graph = True, but layers that are sharded over {key} ranks have first "
+            f"derivatives only; set parallel.{key} to 1."
         )
 
 
@@ -233,7 +236,7 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        refuse_second_derivatives()
+        refuse_second_derivatives(ctx.axis.name)
         grad = grad.contiguous() if ctx.owned else grad.clone(memory_format=torch.contiguous_format)
         ctx.started(ctx.axis.start_all_reduce(grad, COLUMN_INPUTS))
         return grad, None, None, None
@@ -303,7 +306,7 @@ class _GatherTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        refuse_second_derivatives()
+        refuse_second_derivatives(ctx.axis.name)
         dim, label = ctx.place
         part, pending = _reduce_scatter(grad, ctx.axis, dim, label, ctx.owned)
         ctx.started(pending)
@@ -318,7 +321,7 @@ class _ScatterFrom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        refuse_second_derivatives()
+        refuse_second_derivatives(ctx.axis.name)
         return _gather(grad, ctx.axis, ctx.dim, ctx.label), None, None, None, None
 
 
@@ -330,7 +333,7 @@ class _SliceOf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        refuse_second_derivatives()
+        refuse_second_derivatives(ctx.axis.name)
         return _gather(grad, ctx.axis, ctx.dim, ctx.label), None, None, None
 
 
@@ -344,7 +347,7 @@ class _SumParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        refuse_second_derivatives()
+        refuse_second_derivatives(ctx.axis.name)
         grad = grad.clone(memory_format=torch.contiguous_format)
         ctx.axis.all_reduce(grad, ctx.label)
         return grad, None, None

@@ -51,7 +51,7 @@ def test_the_package_has_its_names() -> None:
 @pytest.mark.parametrize(
     ("statement", "says"),
     [
-        ("import engine.deepspeed.moe.layer", "deepspeed.moe is not among the names .* experts .*start/your_model.md"),
+        ("import engine.deepspeed.moe.layer", "deepspeed.moe is not among the names .* experts .*guides/experts.md"),
         ("from engine.deepspeed import init_inference", r"deepspeed.init_inference is not .* eng.generate"),
         ("from engine.deepspeed.runtime import hybrid_engine", r"runtime.hybrid_engine is not .* eng.generate"),
         ("from engine.deepspeed.runtime.data_pipeline.x import y", r"runtime.data_pipeline is not .* in the loader"),

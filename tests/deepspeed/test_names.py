@@ -17,6 +17,7 @@ from engine.deepspeed.runtime.lr_schedules import WarmupLR
 from engine.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from engine.deepspeed.utils import RepeatingLoader, safe_get_full_grad, safe_get_full_optimizer_state
 from engine.hosting.arguments import fill_auto
+from engine.reporting.banner import banner_text
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 4, "gradient_accumulation_steps": 2,
@@ -64,6 +65,7 @@ def test_the_schedule_of_the_configuration_is_returned() -> None:
     assert scheduler.get_last_lr() == scheduler.get_lr() == [optimizer.param_groups[0]["lr"]] == [1e-2 / 4]
     assert scheduler.state_dict() == {"last_batch_iteration": 1} and eng.lr_scheduler is scheduler
     assert eng.engine.lr == eng.get_lr()[0] and isinstance(scheduler, WarmupLR)
+    assert "1 group, WarmupLR" in banner_text(eng.engine.plan, "cpu"), "the section is no schedule given in code"
 
 
 def test_schedules_take_a_rate_for_each_group() -> None:
@@ -124,6 +126,8 @@ def test_checkpoints_have_tags_and_client_state(tmp_path: Path) -> None:
     assert eng.save_checkpoint(tmp_path, tag="best", client_state={"epoch": 3})
     assert eng.save_16bit_model(tmp_path, "pytorch_model.bin")
     assert torch.equal(load_file(tmp_path / "pytorch_model.safetensors")["0.bias"], eng.module.get_parameter("0.bias"))
+    (new := tmp_path / "new").touch()
+    assert (tmp_path / "pytorch_model.safetensors").stat().st_mode == new.stat().st_mode, "others may read the weights"
     before = {name: value.clone() for name, value in eng.module.state_dict().items()}
     eng.destroy()
     eng, *_ = deepspeed.initialize(model=net(), config=CONFIG)

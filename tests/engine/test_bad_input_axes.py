@@ -459,6 +459,7 @@ def test_calls_that_come_too_early_or_cannot_be(run_ranks: RunRanks, grid: str) 
             "backward(loss) with parallel.pipeline 2: forwards and backwards of all stages are one"
         )
         assert first[5].startswith("eng(batch) with parallel.pipeline 2: forwards and backwards of all stages are one")
+        assert "model_engine.engine.open_pipeline()" in first[5], "a DeepSpeed script has no eng"
     else:
         assert first[4].startswith("backward(loss) before eng(batch): there is no forward to differentiate; call eng")
 

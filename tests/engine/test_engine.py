@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 
 import engine
 from engine.models.decoder import loss_sum
+from engine.parallel.comm.flight.flight import FlightFile
+from engine.parallel.comm.flight.recorder import FlightRecorder
 from tests import models
 
 CONFIG: dict[str, Any] = {
@@ -36,13 +39,15 @@ def weights(eng: engine.Engine) -> dict[str, Tensor]:
     return eng.full_state_dict()
 
 
-def test_loss_falls_and_report_is_complete(eng: engine.Engine) -> None:
+def test_loss_falls_and_report_is_complete(eng: engine.Engine, tmp_path: Path) -> None:
+    recorder = eng._parts.comm.recorder = FlightRecorder(tmp_path / "rank0.flight", 0, 1, {})
     reports = [eng.train_batch(batches(1)[0]) for _ in range(5)]
     assert reports[-1].loss < reports[0].loss
     last = reports[-1]
     assert (last.step, eng.step_count, last.tokens, last.skipped) == (5, 5, 8 * models.LENGTH, False)
     assert last.bytes_sent == 0 and last.peak_bytes > 0 and last.seconds > 0 and last.tokens_per_second > 0
     assert last.mfu is None and last.tflops is not None and last.tflops > 0
+    assert FlightFile(recorder.path).read().step == 5, "the watchdog counts the step that has just ended"
 
 
 def test_three_calls_equal_train_batch() -> None:

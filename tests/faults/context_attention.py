@@ -127,7 +127,7 @@ CONTEXT_ATTENTION = (
         name="plan-of-another-mask",
         about="A layer plans its keys by the mask of an earlier layer.",
         file=_METHODS,
-        old="plans, at = self.context.attention.plans, (*sizes, id(mask))",
+        old="plans, at = self.context.attention.plans, (*sizes, *_content_of(mask))",
         new="plans, at = self.context.attention.plans, (*sizes, mask.shape)",
         tests=("tests/parallel/context/test_planned_once.py::test_each_mask_of_a_forward_has_its_own_plan[need]",),
     ),

@@ -42,7 +42,7 @@ DATA = (
         name="rows-past-the-end-count",
         about="Rows that fill the last step up keep their labels, so the last sample weighs more than others.",
         file="engine/data/step_source.py",
-        old="return _without_labels(batch, absent) if absent else batch",
+        old="return _without_labels(batch, absent, len(samples)) if absent else batch",
         new="return batch",
         tests=("tests/engine/data/test_loader.py::test_a_last_step_that_is_not_whole",),
     ),

@@ -103,7 +103,7 @@ DEEPSPEED_DOOR = (
         file="engine/checkpoint/load.py",
         old=(
             "        source.read([ReadRequest(stored, Part(tuple(target.shape)).whole(), as_bytes(values))])\n"
-            "        target.copy_(values)\n"
+            "        overwrite(target, values)\n"
         ),
         new="        source.read([ReadRequest(stored, Part(tuple(target.shape)).whole(), as_bytes(values))])\n",
         tests=(f"{_MEMBERS}::test_a_pipeline_shows_loaded_weights_before_its_first_batch",),

@@ -76,7 +76,7 @@ FIRST_GPU = (
     Fault(
         name="host-copies-of-written-tensors",
         about="The host answers for a tensor with the elements from before it was written.",
-        file="parallel/context/recipe.py",
+        file="parallel/context/recipe_mode.py",
         old="tensor._version == version else None",
         new="True else None",
         tests=(

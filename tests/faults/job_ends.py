@@ -16,7 +16,7 @@ JOB_ENDS = (
     ),
     Fault(
         name="a-failed-send-closes-before-the-last-message",
-        about="A host that reports to a hub which has just closed loses the cause of the hang, and blames another rank.",
+        about="A host whose hub has just closed loses the cause of the hang, and blames another rank.",
         file="engine/watchdog/exchange.py",
         old='self._outward, self._broken = b"", True',
         new="self.close()",

@@ -12,8 +12,8 @@ SECONDARY_SHARDS = (
         name="secondary-shards-of-the-step-before",
         about="After an update a forward computes with the parameters that a node has kept from before it.",
         file="zero/gather/gatherer.py",
-        old="        self._whole.free(self._whole.live - self._opened)\n        self._whole.drop_secondary()\n",
-        new="        self._whole.free(self._whole.live - self._opened)\n",
+        old="        self._whole.drop_secondary()\n        self._whole.settle()\n",
+        new="        self._whole.settle()\n",
         tests=(_SAME_BITS,),
     ),
     Fault(

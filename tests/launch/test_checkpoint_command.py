@@ -47,7 +47,7 @@ def test_info_tells_what_a_checkpoint_holds(run: Path, capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     lines = dict(line.strip().split(maxsplit=1) for line in text.splitlines()[1:])
     assert text.splitlines()[0] == str(run / "step-00000004")
-    assert "after update 4: 32 rows, 32 tokens" in lines["saved"] and f"torch {torch.__version__}" in lines["saved"]
+    assert "after update 4: 32 rows (" in lines["saved"] and f"torch {torch.__version__}" in lines["saved"]
     assert lines["grid"] == "1 ranks = 1 pipeline x 1 data x 1 tensor, ZeRO 0; any other grid loads it too"
     # embedding 407, up 636, down 583, bias of the head 37, scale 1, wide 7, frozen 11, empty 0, unused 5
     assert lines["model"] == "1,687 parameters in 10 tensors, BF16; 1 other name of tied ones"

@@ -31,11 +31,14 @@ def test_ranks_of_this_host_and_of_a_report(tmp_path: Path, capsys: pytest.Captu
         dp = Stream(EventKind.COLLECTIVE, "dp", "dp")
         ranks[0].waited(ranks[0].begin(dp, "control"), dp, ranks[0].wait(1) - 9_000_000)
         ranks[0].wait(ranks[0].begin(dp, "gradients", (64, "float32")))
+        ranks[1].enter(7)
+        ranks[1].leave(8)
         ranks[1].act("forward", 1, 2)
         assert main(["watch"]) == 0
         shown = capsys.readouterr().out
         assert f"job {folder.name}, 2 of 4 ranks on this host" in shown
-        (first,) = [line for line in shown.splitlines() if line.startswith("0 ") and f"node{os.getpid()}" in line]
+        first, second = [line for line in shown.splitlines() if f"node{os.getpid()}" in line]
+        assert second.split()[3] == "8", "between two steps the last one is shown"
         assert f"{os.getpid()}  9 " in first and "gradients over dp (#2 of 'dp', 64 bytes float32)" in first
         assert "forward of stage 1, microbatch 2" in shown
         assert main(["watch", "--waits"]) == 0

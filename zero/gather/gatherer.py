@@ -456,9 +456,8 @@ class ParameterGatherer:
         self._whole.drop_secondary(indices)
 
     def forget(self) -> None:
-        """Marks secondary shards (ZeRO++ hpZ) as invalid after a parameter change: the next gather is over dp. All
-        ranks call it.
-        """
+        """Frees gathered buckets and drops secondary shards (ZeRO++ hpZ), after a parameter change on all ranks."""
+        self._whole.free(self._whole.live - self._opened)
         self._whole.drop_secondary()
 
     def settle(self) -> None:

@@ -36,10 +36,11 @@ class ScratchFolder:
     """
 
     def __init__(self, parent: str, rank: int) -> None:
+        place = Path(parent).absolute()  # files are made later, perhaps in another working directory
         try:
-            Path(parent).mkdir(parents=True, exist_ok=True)
-            delete_left_behind(Path(parent))
-            fresh = Path(tempfile.mkdtemp(prefix=f".{PREFIX}rank{rank}-", dir=parent))
+            place.mkdir(parents=True, exist_ok=True)
+            delete_left_behind(place)
+            fresh = Path(tempfile.mkdtemp(prefix=f".{PREFIX}rank{rank}-", dir=place))
             lock = os.open(fresh / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.path = fresh.rename(fresh.with_name(fresh.name[1:]))  # seen by others once it is locked

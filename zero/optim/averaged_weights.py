@@ -65,13 +65,14 @@ class WeightAverage:
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
         """Allocates the averages that a checkpoint load fills. Returns parameter -> {"ema": average}. Discards earlier
-        averages. ``stored``: entries of the checkpoint; a parameter NAME without the entry "ema/NAME" gets no average.
+        averages. ``stored``: entries of the checkpoint. Without any entry "ema/NAME" there are no averages. Otherwise a
+        parameter NAME without an entry begins with its weights as the average.
         """
         self.forget()
-        for place in self._places:
-            if all(f"{FAMILY}/{name}" in stored for name in place.names()):
-                weights = place.parameter.detach()
-                self._values[place.parameter] = weights.to(average_dtype(weights.dtype), copy=True)
+        # all or none, independent of the parameters that share a tensor on this grid
+        for place in self._places if any(name.startswith(f"{FAMILY}/") for name in stored) else ():
+            weights = place.parameter.detach()
+            self._values[place.parameter] = weights.to(average_dtype(weights.dtype), copy=True)
         return self.tensors()
 
     @torch.no_grad()
@@ -102,6 +103,9 @@ class Average(Protocol):
 
     def of(self, flat: FlatBucket) -> Tensor:
         """Returns the averages of the elements of the bucket ``flat`` that this rank updates, as a flat tensor."""
+
+    def forget(self) -> None:
+        """Discards or restarts the averages, after the weights were replaced."""
 
 
 class AveragedWeights:

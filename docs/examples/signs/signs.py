@@ -17,7 +17,7 @@ torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
 model = engine.initialize(net, sys.argv[1])
 
-sampler = DistributedSampler(dataset)
+sampler = DistributedSampler(dataset, model.grid.dp, model.grid.coord().dp)
 loader = DataLoader(dataset, batch_size=model.config.micro, sampler=sampler)
 for epoch in range(3):
     sampler.set_epoch(epoch)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from engine.checkpoint.format.filesystem import follow_umask
 from engine.errors import CheckpointError
 from engine.parallel.comm.agreement import from_first
 from engine.parallel.comm.comm import Comm
@@ -151,6 +152,7 @@ def _write(source: AdapterSource, weights: Mapping[str, Tensor], folder: Path) -
                 if file.name != _CARD or not target.exists():  # a person may have edited the card
                     target.parent.mkdir(parents=True, exist_ok=True)
                     os.replace(file, target)
+                    follow_umask(target)
                     moved.append(str(target))
     except OSError as error:
         raise CheckpointError(

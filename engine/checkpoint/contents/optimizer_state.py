@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from engine.checkpoint.format.host_image import torch_dtype
 from engine.checkpoint.format.manifest import StoredTensor
 from engine.checkpoint.format.safetensors_file import TensorKind, code_of
-from engine.checkpoint.format.strict_json import natural
+from engine.checkpoint.format.strict_json import as_finite, from_finite, natural
 from engine.errors import CheckpointError
 from engine.parallel.shard_table import ShardTable
 from engine.zero.optim.averaged_weights import FAMILY
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
 from engine.zero.optim.rules.element_state import element_state, kept_encoded
+from engine.zero.optim.rules.schedule_free import ITERATE
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 Moments = dict[nn.Parameter, dict[str, Tensor]]
@@ -217,7 +218,8 @@ class Families:
 
 
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
-    """Replaces the optimizer's moments by zeros, for a load to fill, and returns them.
+    """Replaces the optimizer's moments by zeros, and schedule-free iterates by the weights, for a load to fill. Returns
+    them.
 
     The result is flat parameter -> moment name -> tensor, with the moments of ``families``. Moments that the optimizer
     stores in 8 bits are returned unencoded, in host memory; a load passes them to ``keep_state`` after it has filled
@@ -239,6 +241,8 @@ def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTa
             for name, kind in families.kinds.items()
             if name in wanted
         }
+        if isinstance(inner, FlatOptimizer) and ITERATE in made[place.parameter]:
+            made[place.parameter][ITERATE].copy_(place.parameter.detach())
         inner.state[place.parameter] = {} if coded else made[place.parameter]
     return made
 
@@ -267,6 +271,8 @@ def restore(
     for group, names, source in zip(inner.param_groups, _names(optimizer, table), sources, strict=True):
         then = stored["groups"][source] if source is not None else {"params": [], "options": {}}
         if isinstance(inner, FlatOptimizer):
+            for counted in inner.counted:
+                group.pop(counted, None)  # a checkpoint from before the first update has none
             _put(group, {name: then["options"][name] for name in inner.counted if name in then["options"]})
             group["step"] = natural(then["options"].get("step", 0), "the optimizer's step")
             optimizer.missed.update({name: group["step"] for name in names if group["step"] and name not in known})
@@ -293,7 +299,7 @@ def restore(
 
 def _restored(number: Sequence[Any], device: torch.device) -> Any:
     """Inverts ``_number``."""
-    value, dtype, *dims = number
+    value, dtype, *dims = from_finite(list(number))
     if dtype is None:
         return value
     shape = (1,) * min(natural(sum(dims), "the number of dims of an optimizer's scalar"), 64)
@@ -325,11 +331,15 @@ def restore_schedule(optimizer: ShardedOptimizer, stored: Mapping[str, Any]) -> 
 
 def _put(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
-        given = group.get(key)
-        if isinstance(given, Tensor):
-            given.fill_(value)  # compiled or captured code reads this tensor
-        else:
-            group[key] = tuple(value) if isinstance(given, tuple) else value
+        group[key] = _put_into(group.get(key), from_finite(value))
+
+
+def _put_into(given: Any, value: Any) -> Any:
+    if isinstance(given, Tensor):
+        return given.fill_(value)  # compiled or captured code reads this tensor
+    if isinstance(given, tuple) and isinstance(value, list):
+        return tuple(map(_put_into, given, value)) if len(given) == len(value) else tuple(value)
+    return value
 
 
 def _sources(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> list[int | None]:
@@ -371,10 +381,10 @@ def _is_moment(name: str, value: Any, place: OptimizerTensor) -> bool:
 
 def _number(name: str, value: Any, optimizer: ShardedOptimizer) -> list[Any]:
     if isinstance(value, Tensor) and value.numel() == 1:
-        number = [value.item(), str(value.dtype).removeprefix("torch.")]
+        number = [as_finite(value.item()), str(value.dtype).removeprefix("torch.")]
         return [*number, value.dim()] if value.dim() else number
     if value is None or isinstance(value, bool | int | float | str):
-        return [value, None]
+        return [as_finite(value), None]
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise CheckpointError(
         f"optimizer {type(optimizer.inner).__name__} has the state {name!r}, {what}, but a checkpoint stores state of "
@@ -415,9 +425,9 @@ def _keeps_tensors(value: Any, known: set[int], depth: int) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)  # as JSON returns it
-    return value.item() if isinstance(value, Tensor) else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]  # as JSON returns it
+    return as_finite(value.item() if isinstance(value, Tensor) else value)
 
 
 def _is_plain(key: str, value: Any) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.checkpoint.format.host_image import as_tensor
 from engine.checkpoint.format.step_reader import OpenCheckpoint
-from engine.checkpoint.format.strict_json import Fields
+from engine.checkpoint.format.strict_json import Fields, as_finite, from_finite
 from engine.config.wording import join_path, shown_value
 from engine.errors import COPY_AGAIN, CheckpointError
 from engine.parallel.grid import Grid, saved_order
@@ -198,7 +198,8 @@ def joined(fresh: Any, stored: Any) -> Any:
         return {**fresh, **{key: joined(fresh.get(key), value) for key, value in stored.items()}}
     if isinstance(fresh, list) and isinstance(stored, list) and len(fresh) == len(stored):
         return [joined(*pair) for pair in zip(fresh, stored, strict=True)]
-    return tuple(stored) if isinstance(fresh, tuple) else stored
+    found = from_finite(stored)
+    return tuple(found) if isinstance(fresh, tuple) else found
 
 
 def _is_plain(value: Any) -> bool:
@@ -213,10 +214,10 @@ def _is_plain(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.item()
+        return as_finite(value.item())
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return schedule_state(value) if isinstance(value, Mapping) else value
+    return schedule_state(value) if isinstance(value, Mapping) else as_finite(value)
 
 
 TRAINING = (

@@ -281,6 +281,16 @@ def named(path: Path) -> Iterator[None]:
         raise
 
 
+def follow_umask(path: Path) -> None:
+    """Gives the file ``path`` the permissions of a new file in its folder; safetensors and tempfile write mode 0600."""
+    probe = path.with_name(f"{path.name}.{os.getpid()}")
+    probe.touch()
+    try:
+        path.chmod(stat.S_IMODE(probe.stat().st_mode))
+    finally:
+        probe.unlink()
+
+
 def remove_tree(files: Files, path: Path) -> None:
     """Removes a file, or a folder with its contents, without following links.
 

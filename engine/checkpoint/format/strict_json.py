@@ -40,6 +40,20 @@ def dump(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
+def as_finite(value: Any) -> Any:
+    """Returns ``value``, or a dict such as {"float": "inf"} in place of infinity and NaN, which JSON cannot express."""
+    return {"float": repr(value)} if isinstance(value, float) and value - value != 0 else value
+
+
+def from_finite(value: Any) -> Any:
+    """Inverts :func:`as_finite`, also inside lists."""
+    if isinstance(value, list):
+        return [from_finite(item) for item in value]
+    if isinstance(value, dict) and value.keys() == {"float"} and value["float"] in ("inf", "-inf", "nan"):
+        return float(value["float"])
+    return value
+
+
 class Fields:
     """Typed access to the fields of a JSON object. A missing or wrong field raises a CheckpointError with its name."""
 

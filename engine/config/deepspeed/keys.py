@@ -119,7 +119,8 @@ _NOTED = MappingProxyType({
                     " fast_sharding_for_leaf_module"
                     " save_muon_momentum_buffer_in_memory enable_sanity_checks",
         _ALWAYS: "ignore_unused_parameters compute_grad_norm",
-        "save_pretrained writes whole weights": "stage3_gather_16bit_weights_on_model_save"
+        "save_pretrained, and save_16bit_model of engine.deepspeed, write full weights":
+                   "stage3_gather_16bit_weights_on_model_save"
                    " gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
     },
     "torch_autocast": {"torch's own list of operators decides the casts": "lower_precision_safe_modules"},

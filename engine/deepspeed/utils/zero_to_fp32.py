@@ -4,7 +4,7 @@ As a script: ``python zero_to_fp32.py CHECKPOINTS OUTPUT [-t TAG]``.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.checkpoint.foreign import open_checkpoint
-from engine.checkpoint.format.filesystem import Files, resolved
+from engine.checkpoint.format.filesystem import Files, follow_umask, resolved
 from engine.checkpoint.format.host_image import as_bytes, torch_dtype
 from engine.checkpoint.format.pieces import Part
 from engine.checkpoint.format.step_folders import steps_of
@@ -81,7 +81,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.clone() for name, value in state.items()}, folder / "model.safetensors")
+    write_weights(state, folder / "model.safetensors")
+
+
+def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Writes ``weights`` into the safetensors file ``path``, with the permissions that the umask gives."""
+    save_file({name: value.clone() for name, value in weights.items()}, path)  # tied weights share memory
+    follow_umask(path)
 
 
 def write_script(save_dir: Path) -> None:

@@ -147,9 +147,9 @@ class VersionFolder:
                     file.readinto(image.memory[: image.layout.size])
             return {key: image.tensor(key) for key in keys}
 
-        into, lacked = blocks.bucket(keys, memory, has_values), blocks.lacked
+        into = blocks.bucket(keys, memory, has_values)
         hashes = blocks.fetch(into, known if has_values else None)
-        if has_values and earlier is not None and blocks.lacked == lacked:
+        if has_values and earlier is not None and not into.made:
             os.link(earlier, path)
         else:
             write_file(self.files, path, image.memory, image.layout.size)

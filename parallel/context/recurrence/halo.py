@@ -174,7 +174,8 @@ def convolve_positions(
         outs.append(func(piece, weight, bias, 1, 0, spread, groups))
         start += stop - first + reach
     if not outs:  # a rank without an output
-        outs = [func(rows.new_zeros((*rows.shape[:-1], reach + 1)), weight, bias, 1, 0, spread, groups)[..., :0]]
+        rows = torch.cat((rows, rows.new_zeros((*rows.shape[:-1], reach + 1))), -1)  # it joins the backward too
+        outs = [func(rows, weight, bias, 1, 0, spread, groups)[..., :0]]
     local = torch.cat(outs, -1) if len(outs) > 1 else outs[0]
     shape = (*x.full[:-2], local.shape[-2], size)
     return GlobalTensor(local, shape, replaced(x.sets, dim, index), context)
@@ -219,9 +220,10 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
     lengths = [stop - start for start, stop in index.runs[context.axis.index].tolist()]
     parts = [func(piece, dim, **kwargs) for piece in torch.split(x.local, lengths, dim)] if lengths else []
     empty = func(x.local.narrow(dim, 0, 0), dim, **kwargs)
-    neutral = empty.new_ones if product else empty.new_zeros
+    # the total of no rows has a gradient too, because all ranks join the backward of the gather
+    neutral = (empty.prod if product else empty.sum)(dim, keepdim=True).to(empty.dtype)
     totals = [part.narrow(dim, part.shape[dim] - 1, 1) for part in parts]
-    totals += [neutral(replaced(tuple(empty.shape), dim, 1))] * (most - len(parts))
+    totals += [neutral] * (most - len(parts))
     blocks = context.find(
         ("runs", most), lambda: Index.even_blocks(most * context.axis.size, context.axis.size)
     )  # a dim of runs: equally many on each rank
@@ -232,13 +234,11 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
     in_order = [all_totals.narrow(dim, rank * most + place, 1) for _, rank, place in order]
     made = []
     for place, part in enumerate(parts):
-        earlier = in_order[: ranked[context.axis.index, place]]
-        if earlier:
-            joined = torch.cat(earlier, dim)
-            before = joined.prod(dim, keepdim=True) if product else joined.sum(dim, keepdim=True)
-            part = part * before if product else part + before.to(part.dtype)
-        made.append(part)
-    return GlobalTensor(torch.cat(made, dim) if made else empty, tuple(x.full), x.sets, context)
+        joined = torch.cat([all_totals.narrow(dim, 0, 0), *in_order[: ranked[context.axis.index, place]]], dim)
+        before = (joined.prod if product else joined.sum)(dim, keepdim=True).to(part.dtype)
+        made.append(part * before if product else part + before)
+    made = made or [empty + all_totals.narrow(dim, 0, 0)]
+    return GlobalTensor(torch.cat(made, dim), tuple(x.full), x.sets, context)
 
 
 def with_aligned_rows(rule: "TensorRule") -> "TensorRule":

@@ -166,7 +166,7 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        refuse_second_derivatives()
+        refuse_second_derivatives("cp")
         _ = ctx.saved_tensors
         moves, grad = ctx.moves, grad.movedim(ctx.dim, 0)
         own = grad.new_zeros((ctx.rows, *grad.shape[1:]))

@@ -70,7 +70,7 @@ class PlacedTensor(GlobalTensor):
     own_device: torch.device
     """Device of the tensor on its rank."""
     moved: "dict[int, tuple[int, PlacedTensor]]"
-    """Copies on other ranks, each with the number of writes before it."""
+    """Copies on other ranks, each with the number of writes before it; none without a gradient that the tensor has."""
 
     @staticmethod
     def place(
@@ -141,7 +141,8 @@ class PlacedTensor(GlobalTensor):
         received = relay.send(self.local, self.rank, (rank,), RECURRENT_STATE, self.own_device)
         local = received if self.views.axis.index == rank else _shape_only(self)
         done = PlacedTensor.place(local, self.views, (rank, self.age), self.own_device, self.carried)
-        self.moved[rank] = relay.writes, done
+        if torch.is_grad_enabled() or not self.requires_grad:
+            self.moved[rank] = relay.writes, done
         return done
 
     def everywhere(self, reason: str) -> Tensor:
@@ -202,6 +203,7 @@ def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTen
         local = x.local.narrow(dim, place, stop - start)
     else:
         local = _meta(shape, x.dtype, x.requires_grad)
+    state_of(x).relay.join(x.local)
     made = PlacedTensor.place(local, context, (rank, state_of(x).next_age()), x.device)
     made.sliced = True
     return made

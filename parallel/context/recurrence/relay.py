@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.parallel.tensor.collectives import refuse_second_derivatives
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -29,10 +30,21 @@ class Relay:
         """Token of the last message with a gradient; None: no message."""
         self.writes = 0
         """Number of writes in place into tensors on one rank; a copy of such a tensor is valid until the next one."""
+        self._joined: Any = WeakIdKeyDictionary()
 
     def clear(self) -> None:
         """Forgets all messages; call it at the end of each forward."""
         self.token = None
+        self._joined.clear()
+
+    def join(self, local: Tensor) -> None:
+        """Connects ``local``, the shard of a tensor of which a rank gets a slice, to all later messages in autograd.
+
+        The backward of the other ranks so reaches the collectives that made the tensor.
+        """
+        if torch.is_grad_enabled() and local.requires_grad and not self._axis.dry and local not in self._joined:
+            self._joined[local] = True
+            self.token = _Join.apply(self._entered(local.device), local)  # type: ignore[no-untyped-call]
 
     def send(self, local: Tensor, source: int, targets: tuple[int, ...], label: str, device: torch.device) -> Tensor:
         """Sends ``local`` from rank ``source`` to the ranks ``targets``; all ranks call it.
@@ -127,9 +139,23 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, Tensor, None]:
-        refuse_second_derivatives()
+        refuse_second_derivatives("cp")
         _ = ctx.saved_tensors
         return ctx.sent.backward(grad, ctx.device), torch.zeros((), device=ctx.device), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, local: Tensor) -> Tensor:
+        ctx.like = local.shape, local.dtype, local.device
+        ctx.save_for_backward(token.new_empty(0))
+        return token.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        _ = ctx.saved_tensors
+        shape, dtype, device = ctx.like
+        return torch.zeros_like(grad), torch.zeros(shape, dtype=dtype, device=device)
 
 
 class _Tie(torch.autograd.Function):

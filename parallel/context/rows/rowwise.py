@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from engine.parallel.context.rows.call_forms import SeenCall, SequenceSize, flatten_leaves, sequences_of
 from engine.parallel.context.rows.rowwise_proof import ProvenForm, prove_rowwise
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
+from engine.parallel.model.side_effects import forward_settings
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, global_tensors_in
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, Sets
@@ -85,13 +86,7 @@ def _is_in(name: str, other: str) -> bool:
 def _kind(module: nn.Module) -> tuple[object, ...]:
     """Returns a key that is equal for modules of equal code, shapes and settings: a proof of one holds for all."""
     shapes = tuple((name, tuple(each.shape), each.dtype) for name, each in module.named_parameters())
-    settings = tuple(
-        (path, type(each), name, value if isinstance(value, int | float | str | None) else id(value))
-        for path, each in module.named_modules()
-        for name, value in sorted(vars(each).items())
-        if not name.startswith("_") and name != "training"
-    )
-    return shapes, settings
+    return shapes, forward_settings(module)
 
 
 def is_heard(module: nn.Module) -> bool:

@@ -224,7 +224,11 @@ def _note(way: ShardingStrategy, first: str, verdict: Verdict) -> str:
         return f"plain tensors{gathers}"
     if way.how == "local+":
         return gathers
-    reason = f"the code does not fit plain shards ({first})" if first else "the weight belongs to no linear layer"
+    reason = (
+        f"plain shards do not fit its code (a trial with them ended in {first})"
+        if first
+        else "the weight belongs to no linear layer"
+    )
     return f"global tensors: {reason}{gathers}"
 
 

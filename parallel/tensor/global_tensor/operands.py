@@ -121,9 +121,12 @@ def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | 
     """Slices ``local``, a shard with the sharding ``have`` along ``dim``, to the indices of this rank in ``want``.
 
     Raises:
-        NoRuleError: some index of ``want`` is not on this rank.
+        NoRuleError: some index of ``want`` of some rank is not on that rank; all ranks raise it.
     """
-    place = context.find(("pick", have, want), lambda: _place(have, want, context.axis.index))
+    axis = context.axis
+    place = context.find(
+        ("pick", have, want), lambda: [_place(have, want, rank) for rank in range(axis.size)][axis.index]
+    )
     if place is None:
         return local
     if isinstance(place, slice):

@@ -169,6 +169,7 @@ class Odd(nn.Module):
         self.register_buffer("flag", torch.tensor(False))
         self.register_buffer("nothing", torch.zeros(0, 2))
         self.register_buffer("across", torch.ones(2, 3).t())
+        self.register_buffer("expanded", torch.arange(3.0).expand(2, 3))
         self.register_buffer("seen", torch.zeros(1))
         self.register_buffer("cache", torch.zeros(0), persistent=False)
 
@@ -187,11 +188,13 @@ def test_odd_names_shapes_and_buffers(stage: int, tmp_path: Path) -> None:
     config = settings(zero_optimization={"stage": stage})
     with engine.initialize(Odd(), config) as eng:
         eng.train_batch(batches[0])
+        eng.module.get_buffer("expanded")[0] += 1
         eng.save_checkpoint(tmp_path).wait()
         expected = [eng.train_batch(batch).loss for batch in batches[1:]]
     with engine.initialize(Odd(), config) as eng:
         eng.load_checkpoint(tmp_path)
         again: Any = eng.module
+        assert again.expanded.tolist() == [[1, 2, 3]] * 2
         assert again.seen.tolist() == [0.1 + 0.1] and again.cache.tolist() == [1.0, 1.0]
         assert [eng.train_batch(batch).loss for batch in batches[1:]] == expected
 

@@ -1,12 +1,16 @@
 """An engine takes the weights of another one, whatever the two grids and precisions are."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import engine
+from engine.parallel.comm.threads import run_thread_ranks
+from engine.parallel.comm.world import World
 from tests import models
 from tests.engine.every_grid import GRIDS as EVERY
 from tests.engine.step.test_user_loop import loss_of
@@ -97,6 +101,70 @@ def masters_differ() -> float:
     engines[1].copy_weights_from(engines[0])
     with engines[0].masters() as theirs, engines[1].masters() as own:
         return max(float((own[name] - value).abs().max()) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("bf16", [{"enabled": True}, {"enabled": True, "bf16_master_weights_and_grads": True}])
+def test_weights_in_the_dtype_of_the_forward_are_taken(bf16: dict[str, Any]) -> None:
+    """Frozen weights have no masters, and without masters no weight has the dtype of the model."""
+    engines = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8).requires_grad_(False), torch.nn.Linear(8, 8))
+        config = {"train_batch_size": 2, "bf16": bf16, "optimizer": {"type": "AdamW"}}
+        engines.append(engine.initialize(model, config, lambda output, _: output.sum(), example_batch=torch.ones(2, 8)))
+    with engines[0] as policy, engines[1] as follower:
+        follower.copy_weights_from(policy)
+        theirs, own = policy.full_state_dict(), follower.full_state_dict()
+        assert theirs.keys() == own.keys() and all(torch.equal(own[name], theirs[name]) for name in theirs)
+
+
+class Replacing(torch.nn.Module):
+    """Layer that replaces its buffer in a forward by one of another dtype, or of another shape."""
+
+    seen: torch.Tensor
+
+    def __init__(self, grows: bool) -> None:
+        super().__init__()
+        self.layer, self.grows = torch.nn.Linear(8, 8), grows
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.ones(5) if self.grows else self.seen.double() + 1
+        return torch.nn.functional.linear(x, self.layer.weight)
+
+
+def replaced(grows: bool, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Body of a rank: full states of a policy and of an engine with its weights."""
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), Replacing(grows))
+
+    config = {"train_batch_size": 2, "parallel": {"pipeline": 2}, "optimizer": {"type": "AdamW"}}
+    with ExitStack() as stack:
+        policy, follower = (
+            stack.enter_context(engine.initialize(model, config, loss_of_output, torch.ones(2, 8), world=world))
+            for _ in range(2)
+        )
+        policy.train_batch(torch.ones(2, 8))
+        state = policy.full_state_dict()
+        if grows:
+            with pytest.raises(engine.EngineError, match=r"'2.seen' is \[5\] in the other engine and \[2\]"):
+                follower.copy_weights_from(policy)
+            policy.load_full_state_dict(state)
+            return state, policy.full_state_dict()
+        follower.copy_weights_from(policy)
+        return state, follower.full_state_dict()
+
+
+def loss_of_output(output: torch.Tensor, _: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_buffer_that_only_its_stage_has_replaced_is_gathered_and_taken(grows: bool) -> None:
+    state, again = run_thread_ranks(2, partial(replaced, grows))[0]
+    assert state["2.seen"].tolist() == ([1.0] * 5 if grows else [1.0] * 2)
+    assert state.keys() == again.keys() and all(torch.equal(again[name], state[name]) for name in state)
 
 
 def test_another_model_is_refused() -> None:

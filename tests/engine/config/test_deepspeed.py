@@ -375,6 +375,12 @@ def test_what_deepspeed_reads_nowhere_is_noted(key: str) -> None:
     assert [note.partition(": accepted, changes nothing here; ")[0] for note in config.notes] == [key]
 
 
+def test_the_note_on_gathered_weights_names_the_call_of_a_deepspeed_script() -> None:
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    (note,) = load_config({"zero_optimization": zero, "train_batch_size": 4}).notes
+    assert "save_16bit_model of engine.deepspeed" in note
+
+
 def test_a_form_does_not_override_what_is_given() -> None:
     config = load_config({"sequence_parallel_size": 2, "parallel": {"context_method": "ring"}})
     assert config.parallel.context == 2 and config.parallel.context_method == "ring"

@@ -1,8 +1,9 @@
 """Microbatches of a loader: whose rows, the end of the data, padding, and what cannot be."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     RandomSampler,
+    Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     get_worker_info,
@@ -116,6 +119,44 @@ def test_lists_of_numbers_are_tensors() -> None:
     assert batch["input_ids"].tolist() == [[9], [5]] and batch["box"].shape == (2, 2, 2) and batch["text"] == ["a", "b"]
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    data = [{"input_ids": list(np.arange(3)), "kind": np.uint16(7)}] * 2
+    batch = next(loaders(data, 1, 2, 1, {})[0])
+    assert batch["input_ids"].tolist() == [[0, 1, 2]] * 2 and torch.equal(batch["kind"], torch.tensor([7, 7]))
+
+
+class Pair(NamedTuple):
+    """Microbatch."""
+
+    ids: Tensor
+    labels: Tensor
+
+
+def test_a_named_tuple_is_filled_up() -> None:
+    options: LoaderOptions = {"epochs": 1, "at_end": "joined", "collate": lambda rows: Pair(*[torch.tensor(rows)] * 2)}
+    (batch,) = loaders([torch.tensor(4)], 1, 2, 1, options)[0]
+    assert isinstance(batch, Pair) and (batch.ids.tolist(), batch.labels.tolist()) == ([4, 4], [4, -100])
+
+
+def in_one_row(rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Samples one after another, as a padding-free collator makes them."""
+    return {"labels": torch.cat([*rows]).long()[None]}
+
+
+class Endless(Sampler[int]):
+    """Order without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(int, 1)
+
+
+class Backwards(SequentialSampler):
+    """Order of its own, in a subclass of torch's sampler."""
+
+    def __iter__(self) -> Iterator[int]:
+        return reversed(range(len(self)))
+
+
 def test_a_dataloader_is_taken_apart() -> None:
     data = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
     (eng,) = made_for(1, micro=2, accumulation=1)
@@ -130,7 +171,7 @@ def test_a_dataloader_is_taken_apart() -> None:
         loader(DataLoader(data, 3), eng)
     part = SubsetRandomSampler([1, 2])
     drawn = RandomSampler(data, replacement=True)
-    for sampler in (part, drawn):
+    for sampler in (part, drawn, Endless(), Backwards(data)):
         with pytest.raises(EngineError, match=rf"has a {type(sampler).__name__}, whose order"):
             loader(DataLoader(data, 2, sampler=sampler), eng)
 
@@ -183,6 +224,12 @@ def test_what_cannot_be_is_refused_at_once(dataset: Any, options: LoaderOptions,
         ([(1, 2), (3, 4)], {"pad": Padding()}, "a sample is a tuple; only the keys of a dict tell"),
         ([torch.zeros(2)], {"epochs": 1, "at_end": "joined"}, "this batch has no integer labels"),
         (TextStream([0]), {"pack": Packing(length=4), "epochs": 1, "at_end": "joined"}, None),
+        (TextStream([0]), {"pack": Packing(length=4)}, "the documents have no tokens, so there are no rows"),
+        (
+            [torch.ones(3)],
+            {"epochs": 1, "at_end": "joined", "collate": in_one_row},
+            r"labels of 2 samples have shape \[",
+        ),
         ([[1.5, 2.5]], {"pack": Packing(length=4)}, "a document is a list with float64 in 1 dims"),
         ([{"text": "a"}], {"pack": Packing(length=4)}, "a document is a dict with no input_ids"),
         (one_pass(), {}, "the dataset returned no sample in epoch 1"),

@@ -176,3 +176,17 @@ def test_a_schedule_that_is_shorter_than_the_run_keeps_its_last_rate_and_says_so
     assert found == pytest.approx(expected) and found[4:] == [found[4]] * 3
     (said,) = (record.getMessage() for record in caplog.records)
     assert said.startswith("the OneCycleLR has ended: update 4 and all later ones use its last rate, ")
+
+
+def test_chained_schedules_of_torch_are_stepped_too() -> None:
+    schedulers = torch.optim.lr_scheduler
+    adam = FlatAdam([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    chained = schedulers.ChainedScheduler([schedulers.ExponentialLR(adam, 0.5), schedulers.StepLR(adam, 1, 0.5)])
+    made = make_learning_rate(adam, None, chained)
+    found = []
+    for update in range(3):
+        made.prepare(update)
+        found.append(made.at(update))
+        adam.step()
+        made.done()
+    assert found == pytest.approx([0.4, 0.1, 0.025])

@@ -101,6 +101,7 @@ def trains_and_is_saved(name: str, folder: Path, **changes: Any) -> tuple[list[R
     with torch.no_grad():
         assert torch.equal(loaded.eval()(**batches[0]).logits, trained.eval()(**batches[0]).logits)
     assert {file.name for file in folder.iterdir()} == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "others may read the weights too"
     assert name in PROMPTS or all(found.how <= {"local", "local+", "view"} for found in ranks)
     return ranks, whole
 

@@ -226,6 +226,22 @@ def train_with_logits() -> tuple[Any, Any, tuple[str, ...]]:
         return rows, planned, eng.plan.notes
 
 
+def lose_in_a_loop() -> tuple[set[str], set[str], tuple[str, ...]]:
+    """Labels that a user's own cross-entropy sends, labels of the plan, and its notes."""
+    config = config_for(1, 0, parallel={"data": 1, "tensor": 2})
+    part = take_rows(models.batches_for("decoder", 16, 1)[0], 0, ROWS)
+    with engine.initialize(models.decoder(), config, example_batch=part) as eng:
+        before = eng.sent
+        eng.backward(torch.nn.functional.cross_entropy(eng(part).flatten(0, 1), part["labels"].flatten()))
+        sent = {row.label for row in eng.sent.since(before).rows()}
+        return sent, {row.label for row in eng.plan.rank(eng.grid.rank).traffic}, eng.plan.notes
+
+
+def test_the_plan_of_a_loop_expects_a_cross_entropy_over_sharded_logits(run_ranks: RunRanks) -> None:
+    for sent, planned, notes in run_ranks(lose_in_a_loop, 2):
+        assert "loss" in sent & planned and "logits" not in sent | planned and notes == ()
+
+
 def test_a_loss_that_needs_all_logits_gathers_them_as_planned(run_ranks: RunRanks) -> None:
     for measured, planned, notes in run_ranks(train_with_logits, 2):
         assert measured == planned

@@ -143,6 +143,8 @@ def test_what_is_damaged_or_of_another_digest_is_not_read(tmp_path: Path) -> Non
     (file,) = tmp_path.iterdir()
     text = file.read_text()
     assert cache.read(DIGEST) == found
+    (new := tmp_path / "new").touch()
+    assert file.stat().st_mode == new.stat().st_mode, "other users of the cache may read it"
     for damaged in ("", text[:-9], text.replace("column", "row"), text.replace(DIGEST, "cd" * 32), "[1]", "{}"):
         file.write_text(damaged)
         assert cache.read(DIGEST) is None, damaged

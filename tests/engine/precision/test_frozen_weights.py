@@ -210,7 +210,7 @@ def test_a_checkpoint_of_codes_without_scales_is_refused() -> None:
 
 def test_codes_in_a_dtype_of_values_are_refused() -> None:
     weight = Params4bit(torch.ones(4, 4, dtype=torch.bfloat16), requires_grad=False)
-    with pytest.raises(engine.PlanError, match=r"^the bitsandbytes weight '0.weight' has dtype bfloat16, so the engine"):
+    with pytest.raises(engine.PlanError, match=r"^the bitsandbytes weight '0.weight' has dtype bfloat16, so"):
         refuse_foreign_codes(model(weight), load_config(FOREIGN_BASE, 1))
 
 

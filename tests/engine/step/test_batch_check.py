@@ -55,6 +55,7 @@ def test_a_lost_rank_ends_the_step_at_once() -> None:
 def test_a_batch_that_differs_is_a_problem_of_the_step() -> None:
     _, problem, _ = take(other(1))
     assert isinstance(problem, EngineError) and "were given different batches" in str(problem)
+    assert "model_engine.grid.get_data_parallel_rank()" in str(problem), "grid.dp is no attribute of DeepSpeed's grid"
 
 
 @pytest.mark.parametrize("training", [True, False])

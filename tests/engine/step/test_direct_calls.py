@@ -171,3 +171,21 @@ def test_a_loss_goes_through_another_engines_model_after_its_step(stage: int) ->
     losses = list(game([0, 1], *players))
     assert [loss for pair in zip(found[0][0], found[1][0], strict=True) for loss in pair] == pytest.approx(losses)
     assert all(torch.allclose(found[0][1][name], value, atol=1e-5) for name, value in models[1].state_dict().items())
+
+
+def counted(world: World) -> list[tuple[int, int]]:
+    config = CONFIG | {"gradient_accumulation_steps": 1, "zero_optimization": {"stage": 3}}
+    with engine.initialize(made(generator), config, world=world) as eng:
+        found = []
+        for step in range(3):
+            before = eng.sent
+            eng.backward(eng(rows(world.rank, 0, step)).square().mean())
+            report = eng.step()
+            assert report is not None
+            found.append((report.bytes_sent, eng.sent.since(before).bytes()))
+        return found[1:]
+
+
+def test_the_report_of_a_step_counts_what_its_forwards_have_sent() -> None:
+    for reported, sent in run_thread_ranks(2, counted)[0]:
+        assert reported == sent > 0

@@ -141,8 +141,9 @@ def test_a_rank_that_blames_another_one_is_not_certain() -> None:
     words = "EngineError: rank 1 (a) failed in this step; see the error of the rank that failed: ValueError: odd"
     first = blamed(rank(0, process="", words=words), *(rank(each) for each in (1, 2, 3)))
     assert first is not None and not first.certain
-    found = blamed(rank(0, process="", words=words), rank(1, words="ValueError: odd"), rank(2), rank(3))
+    found = blamed(rank(0, process="", words=words), rank(1, words="ValueError: odd."), rank(2), rank(3))
     assert found is not None and (found.ranks, found.certain) == ((1,), True)
+    assert "has ended: ValueError: odd, in step 9" in found.sentence
 
 
 def test_an_orderly_end_is_no_fault() -> None:

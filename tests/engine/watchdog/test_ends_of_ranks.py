@@ -23,11 +23,11 @@ PATIENCE = 30.0
 LEFT = "the ranks of the hub have ended."
 
 
-def orders(folder: Path, hub: HubPlace) -> Orders:
+def orders(folder: Path, hub: HubPlace, report: str = "") -> Orders:
     """Orders of the monitor of a host of a job of two ranks, with a timeout that no test reaches."""
     return Orders(
-        folder=str(folder), job="job", host="here", size=2, timeout=600.0, slow_factor=0.0, slow_steps=1, report="",
-        hub=hub,
+        folder=str(folder), job="job", host="here", size=2, timeout=600.0, slow_factor=0.0, slow_steps=1,
+        report=report, hub=hub,
     )  # fmt: skip
 
 
@@ -54,14 +54,16 @@ def test_a_line_names_the_ranks_that_are_killed_and_the_cause(
 ) -> None:
     monkeypatch.setattr(monitor, "_LEAVE_SECONDS", 0.5)
     first, second = start(tmp_path, 0, 1.0), start(tmp_path, 1, 4 * PATIENCE)
-    Monitor(orders(tmp_path, HubPlace(address=HERE))).run()
+    report = str(tmp_path / "the run")
+    Monitor(orders(tmp_path, HubPlace(address=HERE), report)).run()
     first.join(PATIENCE)
     second.join(PATIENCE)
     reported, killed = capfd.readouterr().err.splitlines()
     assert second.exitcode == -signal.SIGKILL
     assert reported.startswith("trine watchdog: rank 0 (") and "has ended: " in reported
     cause = reported.removeprefix("trine watchdog: ")
-    assert killed == f"trine watchdog kills rank 1 on here with SIGKILL, because {cause}"
+    shows = f"`trine watch '{report}'` shows the report."
+    assert killed == f"trine watchdog kills rank 1 on here with SIGKILL, because {cause} {shows}"
 
 
 def test_ranks_that_end_in_time_are_not_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,18 @@ def test_versions_are_whole_and_unchanged_files_are_links(tmp_path: Path) -> Non
     assert again.traffic.received == 0 and same(read(tmp_path / "version-000004"), changed)
 
 
+def test_a_folder_beside_a_new_one_still_links_what_is_unchanged(tmp_path: Path) -> None:
+    trainer, weights = Trainer(2), random_weights(1)
+    reader = trainer.reader()
+    take(tmp_path / "old", reader, trainer.publish(weights))
+    for number in (2, 3):  # the new folder reads all blocks at the same time by the same reader
+        blocks = WeightBlocks(reader, trainer.publish(weights), monotonic() + reader.deadline, BUCKET)
+        deliver(blocks, [VersionFolder(tmp_path / "old", 9), VersionFolder(tmp_path / f"new-{number}")])
+        folder = tmp_path / f"old/version-{number:06d}"
+        assert same(read(folder), weights) and same(read(tmp_path / f"new-{number}/version-{number:06d}"), weights)
+        assert {path.stat().st_nlink for path in folder.glob("*.safetensors")} == {number}
+
+
 def test_blocks_are_an_iterator_of_whole_tensors_in_buckets() -> None:
     trainer, weights = Trainer(3, held=("embed.weight",)), random_weights(1)
     blocks = WeightBlocks(trainer.reader(), trainer.publish(weights), monotonic() + 30, BUCKET)

@@ -1,5 +1,6 @@
 """Steps publish without copying: a thread copies weights until the next update, which waits for it."""
 
+from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -46,6 +47,48 @@ def test_a_version_has_the_weights_of_its_step_though_training_goes_on(monkeypat
     after, version = run(3, every=2)
     assert all(torch.equal(version[key], expected[key]) for key in version)
     assert not any(torch.equal(after[key], version[key]) for key in version if version[key].dim() > 1)
+
+
+def test_a_load_waits_for_the_copy_of_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, put, seen = models.batches_for("decoder", 4, 1)[0], WeightImage.put, dict[str, Tensor]()
+
+    def slow(image: WeightImage, key: str, values: Tensor, held: Any) -> None:
+        sleep(0.02)
+        put(image, key, values, held)
+        seen[key] = values.clone()
+
+    config = {**CONFIG, "weights_out": {"every": 1}}
+    with engine.initialize(models.decoder(), config, loss_sum, batch) as eng:
+        eng.save_checkpoint(tmp_path).wait()
+        monkeypatch.setattr(WeightImage, "put", slow)
+        eng.train_batch(batch)
+        expected = {key: values.clone() for key, values in eng.module.state_dict().items()}
+        eng.load_checkpoint(tmp_path)
+        assert seen.keys() == expected.keys()
+        assert all(torch.equal(values, expected[key].view(-1)) for key, values in seen.items())
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_frozen_weights_that_were_loaded_are_published_again(quantized: bool) -> None:
+    example = torch.ones(4, 64)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64).requires_grad_(False), torch.nn.Linear(64, 64))
+    config = {
+        **CONFIG, "weights_out": {"frozen": True}, "checkpoint": {"frozen": False},
+        "quantize_frozen": {"dtype": "int8"} if quantized else None,
+    }  # fmt: skip
+    with engine.initialize(model, config, lambda output, _: output.sum(), example) as eng:
+        reader = WeightReader(eng.publish_weights().url)
+        live = empty_targets(reader.geometry(), 0, 1)
+        receiver = WeightReceiver(reader, live)
+        receiver.update()
+        eng.load_full_state_dict({key: torch.full_like(each, 3) for key, each in eng.full_state_dict().items()})
+        eng.publish_weights()
+        receiver.update()
+        assert all((target.values == 3).all() for target in live.values())
+        publisher: Any = eng._parts.publisher
+        copied = publisher.copied
+        eng.publish_weights()
+        assert publisher.copied - copied == 4 * (64 * 64 + 64), "frozen weights are not copied again"
 
 
 def test_a_failure_of_the_copy_ends_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:

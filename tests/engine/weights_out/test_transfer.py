@@ -72,6 +72,15 @@ def test_frozen_tensors_are_held_by_receivers() -> None:
     assert "embed.weight" not in empty_targets(trainer.geometry, 0, 1)
 
 
+def test_a_tensor_that_is_expanded_receives_its_values() -> None:
+    trainer, live, key = Trainer(1), targets(0, 1), "layers.1.scale"
+    weights = {**random_weights(1), key: torch.tensor(2.0).expand(600)}
+    trainer.publish(weights)
+    live[key] = Target(live[key].piece, torch.zeros(()).expand(600))
+    receiver_of(trainer.reader(), live).update()
+    assert has(live, weights)
+
+
 def test_equal_copies_share_the_load() -> None:
     trainer, weights = Trainer(2, copies=True), random_weights(1)
     trainer.publish(weights)

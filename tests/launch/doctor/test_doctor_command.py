@@ -111,7 +111,7 @@ def test_a_meeting_point_that_is_nowhere(warm_python: str) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29500"}
     done = run([warm_python, *MODULE, "--timeout", "1"], **place)
     assert done.returncode == 1 and done.stdout.endswith("training would not start: 1 error\n"), done
-    assert "could not join the job at no-such-host.invalid:29500, given up after " in done.stdout
+    assert "could not join the job at no-such-host.invalid:29500, " in done.stdout
 
 
 def test_torchrun_of_four_ranks(tmp_path: Path, warm_python: str) -> None:

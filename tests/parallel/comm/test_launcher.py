@@ -158,5 +158,5 @@ def test_gloo_listens_where_other_hosts_reach_it(
     monkeypatch.setattr(launcher, "addresses_of", lambda name: named)
     monkeypatch.setattr(launcher, "route_address", lambda target: route)
     monkeypatch.setattr(launcher, "interface_addresses", held.__getitem__)
-    monkeypatch.setattr(launcher.socket, "if_nameindex", lambda: list(enumerate(held)))
+    monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(held)))
     assert gloo_interface("node0") == chosen

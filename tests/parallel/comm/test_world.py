@@ -141,6 +141,8 @@ def test_the_time_that_is_told_is_the_time_that_has_passed() -> None:
     world = World(1, 2, 1, torch.device("cpu"), Place(1, 2, 1, "10.0.0.7", 29500))
     text = str(_rendezvous_failure(world, 2.4, RuntimeError("refused\nframe #0: c10::Error")))
     assert text.startswith("rank 1 of 2 could not join the job at 10.0.0.7:29500, given up after 2 s (refused); all")
+    text = str(_rendezvous_failure(world, 0.1, RuntimeError("refused")))
+    assert "10.0.0.7:29500, which failed at once (refused); all" in text, "0 s would look like a timeout"
 
 
 def test_tasks_of_srun_join_at_the_first_node_of_their_step(start: Start) -> None:

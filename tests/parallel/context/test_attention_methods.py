@@ -287,6 +287,42 @@ def test_a_write_to_repeated_heads_is_read() -> None:
         assert torch.allclose(found, _part(wished, zigzag(LENGTH, 2), rank), rtol=1e-12)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_mask_that_is_written_between_two_attentions_is_read_again(method: Method) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        queries, keys = _places()
+        mask = keys <= queries
+        first = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mask &= keys > queries - 5
+        return first, functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    inputs, index = _drawn(HEADS)[:3], zigzag(LENGTH, 2)
+
+    def body(axis: TensorAxis) -> bool:
+        context = ContextOfSequences(axis, method)
+        sets = (None, None, index, None)
+        given = [GlobalTensor(_part(x, index, axis.index), tuple(x.shape), sets, context) for x in inputs]
+        pairs = zip(attend(*given), attend(*inputs), strict=True)
+        return all(torch.allclose(own.local, _part(one, index, axis.index)) for own, one in pairs)  # type: ignore[attr-defined]
+
+    assert all(run_tensor_ranks(2, body))
+
+
+def test_causal_queries_read_fewer_keys_that_every_rank_has() -> None:
+    (q, k, v, _), index = _drawn(HEADS), zigzag(LENGTH, 2)
+    k, v = k[:, :, :20], v[:, :, :20]
+
+    def body(axis: TensorAxis) -> Tensor:
+        sets, context = (None, None, index, None), ContextOfSequences(axis)
+        own = GlobalTensor(_part(q, index, axis.index), tuple(q.shape), sets, context)
+        made: Any = functional.scaled_dot_product_attention(own, k, v, is_causal=True)
+        return made.local  # type: ignore[no-any-return]
+
+    whole = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for rank, made in enumerate(run_tensor_ranks(2, body)):
+        assert torch.allclose(made, _part(whole, index, rank))
+
+
 def test_a_mask_without_values_names_no_needed_keys() -> None:
     index = zigzag(LENGTH, 2)
     assert needed_keys(index, LENGTH, False, torch.empty(LENGTH, LENGTH, dtype=torch.bool, device="meta")) is None

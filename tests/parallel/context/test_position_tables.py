@@ -10,6 +10,7 @@ from torch.nn import functional
 import engine
 from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.context import recipe as recipes
+from engine.parallel.context import recipe_mode
 from engine.parallel.context.recipe import TensorRecipe
 from engine.planning.activation_memory import LiveStorages
 from engine.verify import verify
@@ -45,7 +46,7 @@ def reader(places: int = 64) -> nn.Module:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "_LARGE", 64)
-    monkeypatch.setattr(recipes, "_LONG", 8)
+    monkeypatch.setattr(recipe_mode, "_LONG", 8)
     monkeypatch.setattr(recipes, "_ROWS", 256)
 
 

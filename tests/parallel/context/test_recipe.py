@@ -12,8 +12,9 @@ import engine
 from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.context import recipe as recipes
-from engine.parallel.context import sight
-from engine.parallel.context.recipe import HostTwins, RecipeMode, TensorRecipe
+from engine.parallel.context import recipe_mode, sight
+from engine.parallel.context.recipe import TensorRecipe
+from engine.parallel.context.recipe_mode import HostTwins, RecipeMode
 from engine.planning.activation_memory import LiveStorages
 from engine.verify import verify
 from tests.parallel.context.test_context_training import batches_of, config_of, llama
@@ -25,7 +26,7 @@ S = 48
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "_LARGE", 64)
-    monkeypatch.setattr(recipes, "_LONG", 8)
+    monkeypatch.setattr(recipe_mode, "_LONG", 8)
     monkeypatch.setattr(recipes, "_ROWS", 256)
     monkeypatch.setattr(recipes, "_LINES", 4)
     monkeypatch.setattr(sight, "_ELEMENTS", 256)
@@ -66,6 +67,67 @@ def test_a_recipe_and_its_parts_are_what_torch_makes(kind: str) -> None:
         part = made.box([*(None,) * (made.ndim - 2), rows, columns])
         assert torch.equal(part, wanted[..., rows, :][..., columns]) and made.made is None
     assert torch.equal(made + 0, wanted + 0)
+
+
+def _causal() -> tuple[Tensor, Tensor]:
+    place = torch.arange(S)
+    return place, place[:, None] >= place
+
+
+def _source() -> tuple[Tensor, ...]:
+    place, mask = _causal()
+    place += 5
+    return (mask,)
+
+
+def _written(write: Callable[[Tensor], object]) -> Callable[[], tuple[Tensor, ...]]:
+    """A write into a mask, or a view of it, after others were made of the mask."""
+
+    def run() -> tuple[Tensor, ...]:
+        _, mask = _causal()
+        negated, view, copied = ~mask, mask[None].expand(2, -1, -1), mask.to(torch.float32)
+        write(mask)
+        return mask, negated, view, copied, mask[3:]
+
+    return run
+
+
+def _trained() -> tuple[Tensor, ...]:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, S, 8, generator=draw, requires_grad=True) for _ in range(3))
+    _, mask = _causal()
+    outs = []
+    for rows in (5, 9):
+        outs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+        mask[:rows] = True
+    torch.autograd.backward((outs[0].square() + outs[1].sin()).sum())
+    assert q.grad is not None and k.grad is not None
+    return (*outs, q.grad, k.grad)
+
+
+WRITES: dict[str, Callable[[], tuple[Tensor, ...]]] = {
+    "a source": _source,
+    "item": _written(lambda mask: mask.__setitem__((slice(None), slice(0, 5)), True)),
+    "slice": _written(lambda mask: mask[:5, :7].fill_(True)),
+    "view": _written(lambda mask: mask[None].masked_fill_(torch.arange(S) < 3, True)),
+    "row": _written(lambda mask: mask[:, 0].zero_()),
+    "transposed": _written(lambda mask: mask.transpose(0, 1).fill_(True)),
+    "detached": _written(lambda mask: mask.detach().fill_(True)),
+    "out": _written(lambda mask: torch.logical_not(mask, out=mask)),
+    "indices": lambda: torch.where(_causal()[1]),
+    "device": lambda: (torch.tensor(_causal()[1].to("meta").is_meta),),
+    "between attentions": _trained,
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_write_reaches_what_shares_memory_in_torch_and_nothing_else(kind: str) -> None:
+    wanted = WRITES[kind]()
+    with RecipeMode():
+        made = WRITES[kind]()
+    assert len(made) == len(wanted)
+    for one, other in zip(made, wanted, strict=True):
+        torch.testing.assert_close(one + 0, other + 0)
 
 
 def test_a_tensor_with_a_gradient_or_no_growth_stays_a_tensor() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
-from engine.parallel.context import recipe
+from engine.parallel.context import recipe_mode
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
 from engine.parallel.grid import Grid
 from engine.parallel.model.operand_casts import is_watched
@@ -45,7 +45,7 @@ def test_a_forward_of_context_ranks_runs_the_operators_of_layers() -> None:
 def test_recomputed_blocks_train_as_one_process(
     grid: str, mode: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe, "_LONG", 8)  # masks are recipes, in a function mode of their own
+    monkeypatch.setattr(recipe_mode, "_LONG", 8)  # masks are recipes, in a function mode of their own
     sizes, threads = GRIDS[grid]
     more: dict[str, Any] = {"kernels": kernels, "activation_checkpointing": {"mode": mode}}
     result = verify(llama, config_of({"data": 1, **sizes}, **more), batches_of("plain"), threads=threads)

@@ -132,6 +132,32 @@ def test_a_module_that_mixes_positions_or_has_state_is_refused(kind: str) -> Non
     assert "layer" not in _found(TRAPS[kind]())
 
 
+class Switched(nn.Module):
+    """Layer that mixes positions if a private attribute or a buffer is true."""
+
+    on: Tensor
+
+    def __init__(self, private: bool, on: bool) -> None:
+        super().__init__()
+        self.up, self._mixes = nn.Linear(WIDTH, WIDTH), private
+        self.register_buffer("on", torch.tensor(on))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return x.cumsum(1) if self._mixes or self.on else x
+
+
+@pytest.mark.parametrize("mixes", [(True, False), (False, True)])
+def test_layers_of_one_class_that_differ_in_private_attributes_or_buffers_are_tried_apart(
+    mixes: tuple[bool, bool],
+) -> None:
+    layers = nn.ModuleList([Switched(False, False), Switched(*mixes)])
+    recorder, x = CallRecorder(layers), torch.randn(ROWS, LENGTH, WIDTH)
+    with recorder.watching(), torch.no_grad():
+        _ = [layer(x) for layer in layers]
+    assert [each.name for each in find_rowwise(layers, [x], recorder.calls)] == ["0", "1.up"]
+
+
 def test_a_module_is_refused_while_a_hook_listens_inside() -> None:
     layer = Layer(lambda layer, x: functional.layer_norm(x, (WIDTH,)))
     handle = layer.up.register_forward_hook(lambda module, given, out: None)

@@ -40,6 +40,17 @@ def test_ids_made_of_batch_ids_are_a_sequence() -> None:
         assert type(functional.embedding(other, torch.ones(LENGTH + 1, WIDTH))) is Tensor
 
 
+@pytest.mark.parametrize("shape", [(2,), (6,), (2, 1), (2, 1, WIDTH)])
+def test_one_number_or_vector_for_each_row_is_no_sequence(shape: tuple[int, ...]) -> None:
+    given = torch.ones(shape) if len(shape) == 3 else torch.ones(shape, dtype=torch.int64)
+    ids = torch.arange(LENGTH)[None]
+    with SequenceEntry(ContextOfSequences(DryAxis(2, name="cp")), [ids, given]):
+        for tensor in (given, ids[:, 0], ids[:, :1]):
+            rows = tensor if tensor.ndim == 3 else functional.embedding(tensor, torch.ones(LENGTH, WIDTH))
+            assert type(functional.linear(rows, torch.ones(3, WIDTH))) is Tensor
+        assert type(functional.embedding(ids, torch.ones(LENGTH, WIDTH))) is GlobalTensor
+
+
 def _look_up(context: ContextOfSequences, ids: Tensor, batch: Tensor | None = None) -> Tensor:
     with SequenceEntry(context, [] if batch is None else [batch]):
         return functional.embedding(ids, torch.ones(LENGTH, WIDTH))

@@ -13,7 +13,7 @@ import engine
 from engine.kernels.ops.attention_block import BlockRule, attend
 from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
-from engine.parallel.context import attention
+from engine.parallel.context import attention, recipe_mode
 from engine.parallel.context import balance as balances
 from engine.parallel.context import recipe as recipes
 from engine.parallel.context.balance import EVEN, WorkBalance, by_work, work_balance, work_of_documents
@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, masks and blocks of rows of short sequences."""
     monkeypatch.setattr(balances, "LEAST_CHUNK", 4)
     monkeypatch.setattr(recipes, "_LARGE", 64)
-    monkeypatch.setattr(recipes, "_LONG", 8)
+    monkeypatch.setattr(recipe_mode, "_LONG", 8)
     monkeypatch.setattr(recipes, "_ROWS", 512)
     monkeypatch.setattr(recipes, "_LINES", 10)
 

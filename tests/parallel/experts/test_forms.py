@@ -159,6 +159,17 @@ def test_modules_of_one_kind_have_equal_code_shapes_and_settings() -> None:
     assert module_kind(first) != module_kind(second)
 
 
+def test_private_settings_buffers_and_inner_settings_tell_modules_apart() -> None:
+    kinds = set()
+    for name, value in (("none", None), ("_sorted", True), ("limits", [3, 4]), ("norm", 0.5), ("scale", 2.0)):
+        module = Stacked(4)
+        module.gate = nn.Dropout(value if name == "norm" else 0.1)  # type: ignore[arg-type]
+        module.register_buffer("factor", torch.tensor(value if name == "scale" else 1.0))
+        setattr(module, name if name in ("_sorted", "limits") else "same", value if name[0] in "_l" else None)
+        kinds.add(module_kind(module))
+    assert len(kinds) == 5
+
+
 class Layers(nn.Module):
     """Lists that are none of experts: of unequal members, of one, of a shared one; and a dict that is one."""
 

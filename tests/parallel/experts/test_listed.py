@@ -180,6 +180,26 @@ def test_a_rank_whose_experts_get_no_rows_joins_the_gradients_of_its_own_rows(ag
     compare(First, 6, (4, 3, 5), again=again)
 
 
+class Weighing(Listed):
+    """A block that weighs the results of its experts in place."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        x = hidden.reshape(-1, WIDTH)
+        weights, index = self.scores(x).softmax(-1).topk(self.chosen)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            row, slot = torch.where(index == number)
+            if len(row):
+                out.index_add_(0, row, expert(x[row]).mul_(weights[row, slot, None]))
+        return hidden + out.view_as(hidden)
+
+
+def test_answers_may_be_written_in_place() -> None:
+    compare(Weighing, 4, (5, 6))
+
+
 def test_noise_is_drawn_once_by_every_generator() -> None:
     compare(Noisy, 4, (6, 5))
 

@@ -223,6 +223,44 @@ def test_the_host_reads_the_table_of_counts_alone(chosen: int, monkeypatch: pyte
     assert tables == [(2, 5)] * 2
 
 
+class Gated(Stacked):
+    """Experts with a further argument."""
+
+    def forward(
+        self, hidden: Tensor, index: Tensor, weights: Tensor, gate: Tensor | None = None, twice: bool = False
+    ) -> Tensor:
+        """Returns the result of gated rows."""
+        gated = hidden if gate is None else hidden * gate
+        return super().forward(gated, index, weights * (1 + twice))
+
+
+def test_a_further_tensor_is_refused_because_other_ranks_have_another_one() -> None:
+    def body(comm: Comm) -> str:
+        model, part = nn.ModuleDict({"moe": Gated(4)}), given(drawn(5, 4, 2, comm.grid.rank), comm.grid.rank)
+        share(model, comm, 4)
+        rows = part.x, part.numbers, part.weights
+        torch.testing.assert_close(model["moe"](*rows, None, True), Gated(4)(*rows, None, True))
+        with pytest.raises(EngineError) as caught:
+            model["moe"](*rows, torch.ones(5, 1))
+        return str(caught.value)
+
+    first, second = on_expert_ranks(2, body)
+    assert first == second and "called with a tensor gate [5, 1]" in first
+
+
+def test_second_derivatives_are_refused_on_all_ranks() -> None:
+    def body(comm: Comm) -> str:
+        module, part = shared(comm, 4), given(drawn(5, 4, 2, comm.grid.rank), comm.grid.rank)
+        x = part.x.requires_grad_()
+        y = module(x, part.numbers, part.weights)
+        with pytest.raises(EngineError) as caught:
+            torch.autograd.grad((y * x.square()).sum(), x, create_graph=True)
+        return str(caught.value)
+
+    first, second = on_expert_ranks(2, body)
+    assert first == second and first.endswith("set parallel.expert to 1.")
+
+
 def test_arguments_of_other_shapes_are_refused_before_anything_is_sent() -> None:
     def body(comm: Comm) -> str:
         module = shared(comm, 4)

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import engine
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.threads import run_thread_ranks
+from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid
 from engine.zero.flat_buckets import FlatBucket, Ownership
 from engine.zero.gather.unsharded_buckets import UnshardedBuckets
@@ -123,3 +126,19 @@ def test_what_is_kept_of_full_parameters_can_be_read_and_saved(run_ranks: RunRan
     for (equal, array, trained, losses, said), expected in zip(run_ranks(keeps, 2), plain, strict=True):
         assert equal and array and trained and losses == expected
         assert "is gathered only while the model or a module of it runs; read or write it inside" in said
+
+
+def output_after_a_write(world: World) -> Tensor:
+    """Body of a rank: the output after masters were set to 0 behind a forward that gets no backward."""
+    config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"data": 2}, "zero_optimization": {"stage": 3}}
+    with engine.initialize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), config, world=world) as eng:
+        eng(torch.ones(1, 4))
+        with eng.masters("1.*") as masters:
+            for values in masters.values():
+                values.zero_()
+        found: Tensor = eng(torch.ones(1, 4)).detach()
+        return found
+
+
+def test_written_masters_replace_what_a_forward_has_left_gathered() -> None:
+    assert not any(output.any() for output in run_thread_ranks(2, output_after_a_write))

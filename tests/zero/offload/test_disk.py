@@ -131,6 +131,16 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         start(on_disk(tmp_path / "file" / "below"))
 
 
+def test_a_relative_folder_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = ScratchFolder("disk", 0)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    BlockFile(folder.path / "block", 1).close()
+    folder.close()
+    assert not list((tmp_path / "disk").iterdir())
+
+
 @pytest.mark.long
 def test_an_optimizer_that_updates_all_at_once_is_refused(tmp_path: Path) -> None:
     with pytest.raises(engine.ConfigError, match='"nvme" was given optimizer AdamW'):

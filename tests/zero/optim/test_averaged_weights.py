@@ -142,3 +142,27 @@ def test_a_run_without_an_average_says_so(tmp_path: Path, call: str) -> None:
 
     (said,) = on_threads(1, {}, body)
     assert said.startswith(f'{call} was called in a run without an average of its weights; give "ema"')
+
+
+def test_weights_that_a_schedule_free_run_is_given_are_what_it_evaluates() -> None:
+    def body(eng: Engine) -> list[str]:
+        for step in range(2):
+            eng.train_batch(batch(eng, step))
+        given = eng.full_state_dict()
+        eng.load_full_state_dict(given)
+        return differing(given, eng.full_state_dict())
+
+    assert on_threads(1, FREE, body) == [[]]
+
+
+def test_a_schedule_free_run_begins_again_at_a_checkpoint_without_updates(tmp_path: Path) -> None:
+    def body(eng: Engine) -> list[str]:
+        eng.save_checkpoint(tmp_path).wait()
+        found = []
+        for _ in range(2):
+            eng.load_checkpoint(tmp_path)
+            eng.train_batch(batch(eng, 0))
+            found.append(eng.full_state_dict())
+        return differing(*found)
+
+    assert on_threads(1, FREE, body) == [[]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import engine
 from engine.config import load_config
@@ -17,6 +17,8 @@ from tests import models
 from tests.parallel.comm.small_decoder import batch, on_threads
 from tests.resumed_runs import second_half
 from tests.selection import wide
+from tests.zero.small import batch as rows
+from tests.zero.small import start
 
 RunRanks = Callable[..., list[Any]]
 DECAY = 0.75
@@ -114,3 +116,66 @@ def test_a_run_goes_on_with_its_average_on_another_grid(
     assert whole.keys() == found.keys()
     worst = max(float((found[name] - value).abs().max()) for name, value in whole.items())
     assert worst <= (0 if (parallel, zero) == ({"data": 2}, {"stage": 1}) else 1e-6)
+
+
+def differing_after_a_load(folder: str) -> list[str]:
+    """Body of a rank at ZeRO 0: the averages that a load changes."""
+    changes = {"parallel": {"data": 2}, "zero_optimization": {"stage": 0}} | EMA
+    found = []
+    for load in (False, True):
+        with start(changes) as eng:
+            if load:
+                eng.load_checkpoint(folder)
+            else:
+                for step in range(2):
+                    eng.train_batch(rows(eng, step))
+                eng.save_checkpoint(folder).wait()
+            average = eng._runtime.average
+            assert average is not None
+            found.append([each["ema"].clone() for each in average.tensors().values()])
+    return [str(number) for number, pair in enumerate(zip(*found, strict=True)) if not torch.equal(*pair)]
+
+
+def test_every_data_rank_loads_the_whole_average_at_stage_0(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(differing_after_a_load, 2, str(tmp_path)) == [[], []]
+
+
+class Grown(nn.Module):
+    """Two layers, and a third one if it is the larger model."""
+
+    def __init__(self, larger: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        if larger:
+            self.third = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def test_a_larger_model_keeps_the_average_of_the_smaller_one(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2} | EMA
+    with engine.initialize(Grown(larger=False), config) as eng:
+        for _ in range(2):
+            eng.train_batch(torch.ones(2, 8))
+        eng.save_checkpoint(str(tmp_path)).wait()
+        before = eng.full_state_dict(ema=True)
+    with engine.initialize(Grown(larger=True), config) as eng:
+        eng.load_checkpoint(str(tmp_path), strict=False)
+        found, weights = eng.full_state_dict(ema=True), eng.full_state_dict()
+    assert all(torch.equal(found.pop(name), value) for name, value in before.items())
+    assert found and all(torch.equal(weights[name], value) for name, value in found.items())
+
+
+def test_a_larger_model_evaluates_its_new_weights_with_a_schedule_free_optimizer(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "ScheduleFreeAdamW"}}
+    with engine.initialize(Grown(larger=False), config) as eng:
+        eng.train_batch(torch.ones(2, 8))
+        eng.save_checkpoint(str(tmp_path)).wait()
+    with engine.initialize(Grown(larger=True), config) as eng:
+        eng.load_checkpoint(str(tmp_path), strict=False)
+        found = eng.full_state_dict()
+    assert all(torch.equal(found[f"third.{name}"], value) for name, value in Grown(True).third.state_dict().items())

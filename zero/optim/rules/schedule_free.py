@@ -92,3 +92,12 @@ class ScheduleFreeAverage:
                 average = averaged(place.parameter.detach(), state[ITERATE], betas[id(place.parameter)])
                 found[part] = average.view(-1)
         return found
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Sets every iterate z to the present weights, which are then the average too."""
+        owned = {id(weight) for group in self._groups for weight in group["params"]}
+        for place in self._places:
+            state = self._inner.state.get(place.parameter, {})
+            if id(place.parameter) in owned and ITERATE in state:
+                state[ITERATE].copy_(place.parameter.detach())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, Adagrad, AdamW, NAdam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 import engine
 from engine.checkpoint.contents.optimizer_state import Families, arranged, make_moments, restore
@@ -75,6 +76,43 @@ def test_state_of_one_element_goes_on(name: str, stage: int, then: int, tmp_path
         eng.load_checkpoint(tmp_path)
         assert [eng.train_batch(batch).loss for batch in BATCHES[1:]] == expected
         assert same(eng.full_state_dict(), state)
+
+
+class Unbounded(AdamW):
+    """AdamW with infinite options and numbers, like Prodigy's, and with rates in tensors."""
+
+    elementwise = True
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, torch.tensor(1e-2), (torch.tensor(0.9), torch.tensor(0.99)), foreach=False)
+        for group in self.param_groups:
+            group |= {"growth": float("inf"), "bounds": (float("-inf"), 1.0)}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            assert (group["growth"], group["bounds"]) == (float("inf"), (float("-inf"), 1.0))
+            for parameter in group["params"]:
+                assert self.state[parameter].setdefault("best", float("inf")) == float("inf")
+
+
+class Patient(LambdaLR):
+    """Schedule with an infinite number in its state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.best = float("inf")
+        super().__init__(optimizer, lambda step: 1 / (1 + step))
+
+
+def test_infinite_numbers_and_options_in_tensors_go_on(tmp_path: Path) -> None:
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
+    with engine.initialize(Shapes(), config, optimizer=Unbounded, lr_scheduler=Patient) as eng:
+        eng.train_batch(BATCHES[0])
+        eng.save_checkpoint(tmp_path).wait()
+        expected = eng.train_batch(BATCHES[1]).loss, eng.train_batch(BATCHES[2]).loss
+        eng.load_checkpoint(tmp_path)
+        assert (eng.train_batch(BATCHES[1]).loss, eng.train_batch(BATCHES[2]).loss) == expected
+        assert all(isinstance(beta, Tensor) for beta in eng.optimizer.param_groups[0]["betas"])
 
 
 def test_one_group_keeps_one_kind_of_state() -> None:

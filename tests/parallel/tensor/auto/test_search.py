@@ -59,7 +59,7 @@ def test_code_that_divides_what_it_reads_off_a_tensor_sees_whole_shapes() -> Non
     assert attention.way.how == "view" and perceptron.way.how == "local"
     assert set(attention.way.styles) == {"c_attn.weight", "c_attn.bias", "c_proj.weight"}
     assert attention.way.styles["c_attn.weight"] == "cut:0 fused:3 view"
-    reason = "the code does not fit plain shards (ValueError: not enough values to unpack"
+    reason = "plain shards do not fit its code (a trial with them ended in ValueError: not enough values to unpack"
     assert attention.why.startswith(f"global tensors: {reason}")
 
 
