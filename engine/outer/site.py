@@ -38,7 +38,7 @@ from engine.outer.messages import (
     StoreRefusedError,
 )
 from engine.outer.site_weights import SiteWeights
-from engine.parallel.comm.agreement import first_rank, from_first
+from engine.parallel.comm.agreement import all_or_none, first_rank, from_first
 from engine.parallel.comm.comm import Comm
 from engine.planning.plan import Plan
 from engine.step.parts import PartOrder, StepPart
@@ -255,7 +255,7 @@ class OuterLoop(StepPart):
 
     def _join(self, early: bool = False) -> None:
         """Starts a life of this site: joins, registers pieces, and takes the current weights over. Collective."""
-        link = self._link = self._link or self._open(self._outer, self.weights.local.fragments)
+        link = self._link = self._link or self._opened()
         untrained = self.weights.untrained.digests(self._comm, self._device, with_buffers=not self._made)
         request = self._request(untrained)
         told = json.loads(from_first(lambda: _worded(lambda: link.join(request)), self._comm, self._device))
@@ -292,6 +292,11 @@ class OuterLoop(StepPart):
                 "site %d has joined: life %d, %s rows trained, version %s",
                 self._outer.site, joined.life, f"{self._rows:,}", "/".join(map(str, self._versions)),
             )  # fmt: skip
+
+    def _opened(self) -> StoreLink:
+        """Opens the link on every rank, or raises on every rank: rank 0 may have to serve the store. Collective."""
+        with all_or_none(self._comm, self._device):
+            return self._open(self._outer, self.weights.local.fragments)
 
     def _request(self, untrained: Mapping[str, str]) -> JoinRequest:
         config, rows = self._plan.config, [row for row in self._plan.table if row.trainable]
