@@ -227,8 +227,8 @@ class EngineParts:
                 run = self.checkpoints.placed("weights_out")
                 self.publisher = WeightPublisher(run, self.config.weights_out, consumers)
                 self.resources.add(self.publisher.close)
-            if outer is not None:  # so that eng.outer.rows is known before the first batch
-                outer.begin_step()
+            if outer is not None:
+                outer.join_early()
 
     @property
     def runtime(self) -> RankRuntime:

@@ -53,6 +53,11 @@ class ComputedGradients:
             self._differs, self._before = self._sums != self._before, None
         self._sums.zero_()
 
+    def forget(self) -> None:
+        """Discards the sums of an unfinished run, and the result of a comparison."""
+        self._before = self._differs = None
+        self._sums.zero_()
+
     @property
     def noticed(self) -> bool | Tensor:
         """0-dim bool tensor on the device: True if the two runs of a step differ; the Python value False if no step was
@@ -122,7 +127,15 @@ class Integrity(StepPart):
 
     def rerun(self) -> ComputedGradients | None:
         """Returns the object that compares the gradients of two runs; None if the next step runs once."""
-        return self.computed if (self._steps + 1) % self._config.every == 0 else None
+        if self.computed is None or (self._steps + 1) % self._config.every:
+            return None
+        self.computed.forget()  # an interrupted step leaves the sums of a part of its run
+        return self.computed
+
+    def undo_step(self) -> None:
+        """Discards the comparison of a failed step, whose runs ended at different places."""
+        if self.computed is not None:
+            self.computed.forget()
 
     def refuse_own_loop(self) -> None:
         """Raises if ``integrity.rerun`` is on, because only ``train_batch`` can run a step twice.

@@ -38,7 +38,7 @@ from engine.outer.messages import (
     StoreRefusedError,
 )
 from engine.outer.site_weights import SiteWeights
-from engine.parallel.comm.agreement import first_rank, from_first
+from engine.parallel.comm.agreement import all_or_none, first_rank, from_first
 from engine.parallel.comm.comm import Comm
 from engine.planning.plan import Plan
 from engine.step.parts import PartOrder, StepPart
@@ -136,7 +136,7 @@ class OuterLoop(StepPart):
         self._since = [(0, 0.0)] * count
         """Local steps and tokens at the last push of each fragment."""
         self._life = self._clock = self._staleness = self._members = 0
-        self._steps, self._made, self._tokens = 0, 0, 0.0
+        self._steps, self._made, self._skipped, self._tokens = 0, 0, 0, 0.0
         self._rows: int | None = None
         self._pushed_rows = 0
         """Rows up to the last push."""
@@ -160,6 +160,13 @@ class OuterLoop(StepPart):
         """Joins the stores if this engine has not joined yet. All ranks call it."""
         if self._exchange is None:
             self._join()
+
+    def join_early(self) -> None:
+        """Joins the stores before the first step, so that ``state_now.rows`` is known. All ranks call it.
+
+        Does not join if the sites sum gradients, and this site has to load a checkpoint first to be where they are.
+        """
+        self._join(early=True)
 
     def before_update(self, step: StepState) -> BaseException | None:
         """Pushes the step's gradients, and waits for the store's answer, before the optimizer runs.
@@ -194,9 +201,9 @@ class OuterLoop(StepPart):
 
         Args:
             made: number of optimizer updates so far, including this step's.
-            skipped: ignored.
+            skipped: True if this step had no update.
         """
-        self._steps, self._made = self._steps + 1, made
+        self._steps, self._made, self._skipped = self._steps + 1, made, self._skipped + skipped
         self._rows = (self._rows or 0) + (self._plan.config.train_batch_size or 0)
         if self._content is Content.DELTAS:
             self._push_due()
@@ -227,7 +234,8 @@ class OuterLoop(StepPart):
     def state_dict(self) -> dict[str, Any]:
         """Returns counters and versions of this site's exchange with the stores, as JSON values for a checkpoint."""
         return {
-            "steps": self._steps, "rows": self._rows or 0, "pushed_rows": self._pushed_rows, "tokens": self._tokens,
+            "steps": self._steps, "skipped": self._skipped, "rows": self._rows or 0, "pushed_rows": self._pushed_rows,
+            "tokens": self._tokens,
             "versions": self._versions, "since": [list(each) for each in self._since],
             "flights": [[number, flight.meta.step + self._began] for number, flight in sorted(self._flights.items())],
         }  # fmt: skip
@@ -235,7 +243,7 @@ class OuterLoop(StepPart):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counters and versions from a result of ``state_dict``; this site's next join uses them."""
         self._steps, self._rows, self._tokens = int(state["steps"]), int(state["rows"]), float(state["tokens"])
-        self._pushed_rows = int(state["pushed_rows"])
+        self._pushed_rows, self._skipped = int(state["pushed_rows"]), int(state.get("skipped", 0))
         if len(state["versions"]) == len(self._versions):
             self._versions = [int(version) for version in state["versions"]]
             self._since = [(int(steps), float(tokens)) for steps, tokens in state["since"]]
@@ -245,22 +253,25 @@ class OuterLoop(StepPart):
 
     # ------------------------------------------------------------------ joining and leaving
 
-    def _join(self) -> None:
+    def _join(self, early: bool = False) -> None:
         """Starts a life of this site: joins, registers pieces, and takes the current weights over. Collective."""
-        link = self._link = self._link or self._open(self._outer, self.weights.local.fragments)
+        link = self._link = self._link or self._opened()
         untrained = self.weights.untrained.digests(self._comm, self._device, with_buffers=not self._made)
         request = self._request(untrained)
         told = json.loads(from_first(lambda: _worded(lambda: link.join(request)), self._comm, self._device))
         joined = JoinReply(**told)
         self._life, self._clock = joined.life, joined.clock
-        if self._content is Content.SUMS and joined.clock != self._made:
+        made = self._made + self._skipped  # the store has merged the gradients of skipped steps, too
+        if self._content is Content.SUMS and joined.clock != made:
+            if early:  # the next join ends this life
+                return
             raise EngineError(
-                f"site {self._outer.site} has made {self._made} updates and the store has merged {joined.clock}, but "
-                "with outer.period 1 these numbers must be equal; load on this site a checkpoint that another site has "
-                f"saved after {joined.clock} updates."
+                f"site {self._outer.site} has made {made} steps and the store has merged {joined.clock}, but with "
+                "outer.period 1 these numbers must be equal; load on this site a checkpoint that another site has "
+                f"saved after {joined.clock} steps."
             )
         # a checkpoint older than the last push has progress that is in the store already
-        resumed = self.weights.anchors.filled and joined.rows <= self._pushed_rows
+        resumed = self._content is Content.DELTAS and self.weights.anchors.filled and joined.rows <= self._pushed_rows
         self._rows = self._rows if resumed and self._rows is not None else max(joined.rows, self._rows or 0)
         self._began, self._flights, self._late = self._steps, {}, set()
         self._seq, self._taken = [0] * len(self._seq), [[] for _ in self._taken]
@@ -269,9 +280,7 @@ class OuterLoop(StepPart):
         exchange.ask(lambda: link.register(joined.life, rank, self.weights.local.layout))
         if joined.seeds:
             exchange.ask(lambda: self._send_seeds(link))
-        for number in (
-            range(len(self.weights.local.fragments)) if self._content is not Content.SUMS or not self._made else ()
-        ):
+        for number in range(len(self.weights.local.fragments)) if self._content is not Content.SUMS or not made else ():
             if resumed and number in self._earlier:
                 self._flights[number] = self._flight_of_earlier(number)
             else:
@@ -283,6 +292,11 @@ class OuterLoop(StepPart):
                 "site %d has joined: life %d, %s rows trained, version %s",
                 self._outer.site, joined.life, f"{self._rows:,}", "/".join(map(str, self._versions)),
             )  # fmt: skip
+
+    def _opened(self) -> StoreLink:
+        """Opens the link on every rank, or raises on every rank: rank 0 may have to serve the store. Collective."""
+        with all_or_none(self._comm, self._device):
+            return self._open(self._outer, self.weights.local.fragments)
 
     def _request(self, untrained: Mapping[str, str]) -> JoinRequest:
         config, rows = self._plan.config, [row for row in self._plan.table if row.trainable]

@@ -164,25 +164,26 @@ class SweepStudy:
             optuna.logging.set_verbosity(verbosity)
 
     def _begin(self) -> None:
-        """Writes the settings into a new journal, or compares them with those of an old one.
+        """Writes the settings into a new journal, or compares them with those of an old one; queues a grid.
 
-        A grid is shuffled: asynchronous halving prunes few trials if each is better than the one before.
+        The grid is shuffled: asynchronous halving prunes few trials if each is better than the one before.
         """
         known = self._study.user_attrs.get("sweep")
         if known is None:
-            self._study.set_user_attr("sweep", self._settings.identity)
-            names = [each.path for each in self._settings.space]
-            grid = list(product(*(each.listed or () for each in self._settings.space))) * self._settings.grid
-            Random(0).shuffle(grid)
-            for values in grid:
-                self._study.enqueue_trial(dict(zip(names, values, strict=True)))
-            return
+            self._study.set_user_attr("sweep", known := self._settings.identity)
         for key, value in self._settings.identity.items():
             if known.get(key) != value:
                 raise ConfigError(
                     f"{key}: {shown_value(value)} was given, but the sweep in journal {self._settings.journal} has "
                     f"{shown_value(known.get(key))}; give the value of the journal, or set journal to another file."
                 )
+        names = [each.path for each in self._settings.space]
+        grid = list(product(*(each.listed or () for each in self._settings.space))) * self._settings.grid
+        Random(0).shuffle(grid)
+        # a process that was killed while it queued the grid has queued a beginning of it
+        queued = sum(_PROMOTED not in each.user_attrs for each in self._study.get_trials(deepcopy=False))
+        for values in grid[queued:]:
+            self._study.enqueue_trial(dict(zip(names, values, strict=True)))
 
     # ------------------------------------------------------------------ trials
 
@@ -209,6 +210,10 @@ class SweepStudy:
 
         folder = self._folder_of(frozen)
         if not self._hold(folder):
+            return None
+        # its process may have told the trial and released the folder after the list of trials was read
+        if self._study.get_trials(deepcopy=False)[frozen.number].state != self._states.RUNNING:
+            self._release()
             return None
         trial = optuna.trial.Trial(self._study, frozen._trial_id)
         if frozen.user_attrs.get(_STARTS, {}).get(_updates_of(frozen), 0) >= MOST_STARTS:

@@ -9,7 +9,7 @@ Remote models compose as any function: in branches, in series, with local layers
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class RemoteModel:
         names, values = list(named), list(named.values())
         if not torch.is_grad_enabled():
             reply = self.line.post(f"/v1/forward/{self.model}", named)
-            return self._outputs(list(reply.tensors), list(reply.tensors.values()), reply.version)
+            return self._outputs(list(reply.tensors), _near(values, reply.tensors.values()), reply.version)
         call = _Call(self, names)
         anchor = torch.zeros((), requires_grad=True)  # so that weights of the server train without an input's gradient
         found = _Remote.apply(call, anchor, *values)  # type: ignore[no-untyped-call]
@@ -126,7 +126,7 @@ class _Call:
         self.ticket = line.new_ticket()
         reply = line.post(f"/v1/forward/{self.remote.model}", given, {"ticket": self.ticket})
         self.outputs, self.version = list(reply.tensors), reply.version
-        return [value.to(values[0].device) for value in reply.tensors.values()]
+        return _near(values, reply.tensors.values())
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Sends the outputs' gradients; returns the inputs' gradients, None for inputs without."""
@@ -135,6 +135,11 @@ class _Call:
         reply = self.remote.line.post(path, sent, self.remote.options)
         self.remote.version = reply.version
         return [reply.tensors.get(name) for name in self.names]
+
+
+def _near(values: Sequence[Tensor], outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Returns ``outputs`` on the device of the first of ``values``; on the CPU without values."""
+    return [output.to(values[0].device) if values else output for output in outputs]
 
 
 class _Remote(torch.autograd.Function):

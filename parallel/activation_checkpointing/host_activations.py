@@ -30,8 +30,8 @@ _MOST_GAPS = 2
 """A strided tensor is copied with its gaps if these make the run at most so many times as large."""
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 """Types whose memory is all that they are; the last one has shapes alone, where a plan is rehearsed."""
-_Key = tuple[int, int, int, int]
-"""Storage, version of its content, first element, elements."""
+_Key = tuple[int, int, int, int, torch.dtype, bool, bool]
+"""Storage, version of its content, first element, elements, and how they are read: dtype, conjugated, negated."""
 
 
 class _Kept:
@@ -109,7 +109,8 @@ class HostActivations:
         extent = _extent(tensor)
         if tensor.device != self._device or not extent or _belongs_to(block, tensor):
             return tensor
-        key = (_memory(tensor), tensor._version, int(tensor.storage_offset()), extent)
+        form = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        key = (_memory(tensor), tensor._version, int(tensor.storage_offset()), extent, *form)
         kept = self._by_memory.get(key)
         if kept is None or kept.source.expired():  # type: ignore[no-untyped-call]
             kept = self._by_memory[key] = self._send(tensor.detach().as_strided((extent,), (1,)))

@@ -12,8 +12,8 @@ or closures are not read.
 """
 
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.device import device_generator
+from engine.parallel.model.placeholders import is_without_content
 from engine.parallel.model.rng_streams import HostState
 
 
@@ -102,7 +103,8 @@ def _undo_buffer(buffer: Tensor) -> Callable[[], None]:
     content, version = buffer.detach().clone(), buffer._version
 
     def undo() -> None:
-        if buffer._version != version:
+        # batch normalisation writes its running mean without counting it
+        if buffer._version != version or not (is_without_content(buffer) or torch.equal(buffer, content)):
             with torch.no_grad():
                 buffer.copy_(content)
 
@@ -111,19 +113,32 @@ def _undo_buffer(buffer: Tensor) -> Callable[[], None]:
 
 def _undo_module(module: nn.Module) -> Callable[[], None]:
     attributes = dict(vars(module))
-    plain = (dict, OrderedDict, list, set)
-    holders = [(holder, holder.copy()) for holder in attributes.values() if type(holder) in plain]
+    holders = [(holder, holder.copy()) for holder in _holders(attributes.values())]
 
     def undo() -> None:
         for holder, items in holders:
             if _differ(holder, items):
                 holder.clear()
-                holder.extend(items) if isinstance(holder, list) else holder.update(items)
+                holder.extend(items) if isinstance(holder, list | deque) else holder.update(items)
         if _differ(vars(module), attributes):
             vars(module).clear()
             vars(module).update(attributes)
 
     return undo
+
+
+def _holders(values: Iterable[Any], depth: int = 0) -> Iterator[Any]:
+    """Yields the holders among ``values``, and those inside them, from outside to inside."""
+    for value in values:
+        if type(value) in _HOLDERS:
+            yield value
+        if depth < _DEPTH and type(value) in (*_HOLDERS, tuple):
+            yield from _holders(value.values() if isinstance(value, dict) else value, depth + 1)
+
+
+_HOLDERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
+_DEPTH = 3
+"""Holders are followed so deep into holders."""
 
 
 def _differ(now: Any, before: Any) -> bool:

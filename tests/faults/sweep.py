@@ -27,8 +27,8 @@ SWEEP = (
         name="trial-of-a-live-process-is-taken",
         about="A process takes up every trial that runs in the journal, so two processes train the same one.",
         file="engine/sweep/study.py",
-        old="        if not self._hold(folder):\n            return None\n        trial",
-        new="        self._hold(folder)\n        trial",
+        old="        if not self._hold(folder):\n            return None\n",
+        new="        self._hold(folder)\n",
         tests=(f"{_STUDY}::test_a_trial_of_a_live_process_is_not_taken_and_one_of_a_dead_process_is",),
     ),
     Fault(

@@ -1,18 +1,21 @@
 """Hogwild: sites of one host update weights in shared memory, without locks and without a store.
 
     folder/weights      fp32 values of all tensors, one after the other
-    folder/tensors      names and shapes, written once by the first site
+    folder/tensors      names and shapes, written once by the first site, which holds a lock on it while it lives
     folder/seeded-R     empty; rank R of the first site has written its initial weights
     folder/life-N       empty; one for each join
 
 Concurrent additions to one element may lose one of them, so two runs differ (Recht et al. 2011).
 """
 
+import fcntl
 import json
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +57,10 @@ class SharedWeights:
         self._tensors = FlatTensors.of((), 1)
         self._layout = RankLayout((), ())
         self._values: Tensor | None = None
-        self._seeders = 0
+        self._known: dict[str, Any] = {"ranks": 0}
+        """Names and shapes of the tensors, and ranks of the first site."""
+        self._first: int | None = None
+        """Locked descriptor of the file of names and shapes, if this site has written it."""
         self._merged = -1
         self._moved = [0, 0]
 
@@ -63,32 +69,38 @@ class SharedWeights:
 
         The first call for a folder also writes the model's tensor names and shapes there, and its reply asks the site
         for initial weights (``seeds`` = True).
+
+        Raises:
+            StoreRefusedError: the folder cannot be written, or its first site has ended without initial weights.
         """
         told = json.dumps({"tensors": request.tensors, "ranks": request.ranks})
         path, life = self._folder / "tensors", 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            mine = _create(path, told)
-            while not _create(self._folder / f"life-{life}", ""):
+            first = _create(path, told)
+            self._first = self._first if first is None else first
+            if first is None and not _is_locked(path) and not self._is_seeded(json.loads(path.read_text())):
+                raise StoreRefusedError(
+                    f"{self._folder} has no weights, because the site that has created it ended before it wrote them; "
+                    "remove this folder, and start the sites again."
+                )
+            while not _touch(self._folder / f"life-{life}"):
                 life += 1
         except OSError as error:
             raise StoreRefusedError(
                 f"{self._folder} cannot be written ({error.strerror}); give another outer.folder.", 507
             ) from error
-        return JoinReply(life=life, rows=0, clock=0, seeds=mine)
+        return JoinReply(life=life, rows=0, clock=0, seeds=first is not None)
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
         """Maps the shared weights into memory, and registers the elements that this rank pushes and pulls.
 
-        Waits until the first site has written the model's tensor names and shapes to ``outer.folder``. Ignores
-        ``life``.
+        Ignores ``life``.
 
         Raises:
             StoreRefusedError: ``layout`` does not fit the first site's model.
         """
-        while not (text := (self._folder / "tensors").read_text()):  # the first site is writing it
-            time.sleep(0.001)
-        known = json.loads(text)
+        known = json.loads((self._folder / "tensors").read_text())
         sizes = {name: tuple(shape) for name, shape in known["tensors"]}
         for each in (*layout.pushed, *layout.pulled):
             if sizes.get(each.name) != each.piece.part.shape:
@@ -97,7 +109,7 @@ class SharedWeights:
                     f"{list(each.piece.part.shape)} here; give another outer.folder, or remove this one."
                 )
         self._tensors = FlatTensors.of(((name, shape, 0) for name, shape in sizes.items()), 1)
-        self._layout, self._seeders = layout, known["ranks"]
+        self._layout, self._known = layout, known
         path, (size,) = str(self._folder / "weights"), self._tensors.sizes
         self._values = torch.from_file(path, shared=True, size=size, dtype=torch.float32)
 
@@ -126,7 +138,7 @@ class SharedWeights:
 
         Ignores ``life`` and ``fragment``.
         """
-        if not all((self._folder / f"seeded-{rank}").exists() for rank in range(self._seeders)):
+        if not self._is_seeded(self._known):
             return None
         return Offer(version=self._merged + 1, merged=self._merged, members=1)
 
@@ -145,10 +157,17 @@ class SharedWeights:
     def leave(self, life: int) -> None:
         """Unmaps the shared weights from this process's memory; the files remain for other sites."""
         self._values = None
+        if self._first is not None:
+            os.close(self._first)
+            self._first = None
 
     def status(self) -> StoreStatus:
         """Returns a status with this rank's pushed and pulled bytes; the version is the count of this site's pushes."""
         return StoreStatus((self._merged + 1,), received_bytes=self._moved[0], sent_bytes=self._moved[1])
+
+    def _is_seeded(self, known: Mapping[str, Any]) -> bool:
+        """Returns True once all ranks of the first site have written their initial weights."""
+        return all((self._folder / f"seeded-{rank}").exists() for rank in range(known["ranks"]))
 
     def _pushed(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields shared and own values of each range that is contiguous in both, for all pushed pieces."""
@@ -160,12 +179,40 @@ class SharedWeights:
                 yield self._values[start + full : start + full + count], own[local : local + count]
 
 
-def _create(path: Path, text: str) -> bool:
-    """Writes a new file; returns False if it exists."""
+def _create(path: Path, text: str) -> int | None:
+    """Writes a new file, which is complete and locked as soon as it exists; returns its descriptor.
+
+    Returns None if the file exists. The kernel releases the lock when the process ends.
+    """
+    new = path.with_name(f"{path.name}-{token_hex(8)}")
+    handle = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(handle, "w", closefd=False) as file:
+            file.write(text)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        os.link(new, path)
+    except OSError as error:
+        os.close(handle)
+        if isinstance(error, FileExistsError):
+            return None
+        raise
+    finally:
+        new.unlink()
+    return handle
+
+
+def _is_locked(path: Path) -> bool:
+    """Returns True if a process holds the lock of :func:`_create`."""
+    with path.open() as file, suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    return True
+
+
+def _touch(path: Path) -> bool:
+    """Creates an empty file; returns False if it exists."""
+    try:
+        path.touch(0o600, exist_ok=False)
     except FileExistsError:
         return False
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
     return True

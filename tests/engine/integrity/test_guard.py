@@ -216,6 +216,26 @@ def test_skipped_steps_are_no_alarm_and_are_looked_at() -> None:
         alone({"integrity": {"every": 1000}}, [torch.ones(4, 3)] * 3, spoil)
 
 
+@pytest.mark.parametrize("call", [2, 4], ids=["first run", "second run"])
+def test_a_failed_step_is_no_difference_of_its_two_runs(call: int) -> None:
+    calls = list[int]()
+
+    def loss(output: Tensor, batch: Tensor) -> Tensor:
+        calls.append(len(calls))
+        if len(calls) == call:
+            raise ValueError("a mistake of the user")
+        return output.square().mean()
+
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "integrity": {"every": 1, "rerun": True}}
+    with engine.initialize(nn.Linear(3, 3), config, loss_fn=loss) as eng:
+        guard = eng._parts.runtime.parts.find(Integrity)
+        assert guard is not None
+        with pytest.raises(ValueError, match="a mistake of the user"):
+            eng.train_batch(torch.ones(4, 3))
+        guard.check()  # as a save does
+        eng.train_batch(torch.ones(4, 3))
+
+
 def test_a_loop_of_the_users_own() -> None:
     with engine.initialize(nn.Linear(3, 3), {"train_batch_size": 4, "integrity": {"every": 2}}) as eng:
         for step in range(6):

@@ -1,5 +1,6 @@
 """Sites of one host whose weights are in shared memory, without a store."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,8 @@ import engine
 from engine.config import load_config
 from engine.errors import EngineError
 from engine.models.decoder import loss_sum
+from engine.outer.messages import JoinRequest, RankLayout, StoreRefusedError
+from engine.outer.store.shared_weights import SharedWeights
 from tests import models
 from tests.engine.outer.test_grid_sites import TP2, ZERO2, train_site
 from tests.engine.outer.thread_sites import ROWS, SiteRun, apart, config_of, train_alone
@@ -55,3 +58,43 @@ def test_shared_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         engine.initialize(models.decoder(layers=3), config, loss_fn=loss_sum).train_batch(
             models.batches_for("decoder", ROWS, 1)[0]
         )
+
+
+def shared(folder: Path) -> SharedWeights:
+    outer = load_config({"train_batch_size": 4, "outer": {"rule": "hogwild", "folder": str(folder)}}, 1).outer
+    assert outer is not None
+    return SharedWeights(outer)
+
+
+def request() -> JoinRequest:
+    return JoinRequest(site=0, ranks=1, tensors=(("weight", (2,)),))
+
+
+def test_a_folder_whose_first_site_ended_before_it_wrote_its_weights_is_refused(tmp_path: Path) -> None:
+    first = shared(tmp_path)
+    assert first.join(request()).seeds
+    second = shared(tmp_path)
+    joined = second.join(request())
+    assert not joined.seeds, "the first site lives"
+    second.register(joined.life, 0, RankLayout((), ()))
+    assert second.offer(joined.life, 0) is None
+    assert first._first is not None
+    os.close(first._first)  # as the kernel does when a process ends
+    with pytest.raises(StoreRefusedError, match="has no weights, because the site that has created it ended"):
+        shared(tmp_path).join(request())
+    (tmp_path / "seeded-0").touch()
+    assert not shared(tmp_path).join(request()).seeds
+
+
+def test_the_names_and_shapes_are_written_before_another_site_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.fdopen
+
+    def open_unseen(*given: Any, **options: Any) -> Any:
+        assert not (tmp_path / "tensors").exists()
+        return opened(*given, **options)
+
+    monkeypatch.setattr(os, "fdopen", open_unseen)
+    assert shared(tmp_path).join(request()).seeds
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("tensors")] == ["tensors"]

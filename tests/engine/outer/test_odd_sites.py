@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.errors import GridError
+import engine
+from engine.errors import EngineError, GridError
+from engine.models.decoder import loss_sum
 from engine.outer.store.store import Store
-from tests.engine.outer.thread_sites import ADAMW, ThreadSites, apart
+from engine.parallel.comm.threads import run_thread_ranks
+from engine.parallel.comm.world import World
+from engine.web.sockets import address_of, listen
+from tests import models
+from tests.engine.outer.thread_sites import ADAMW, ROWS, ThreadSites, apart, config_of, share
 
 
 @pytest.fixture(name="sites")
@@ -119,3 +125,21 @@ def test_the_end_of_a_site_asks_only_a_store_that_answers(sites: ThreadSites, an
 
     sites.run({"rule": "diloco", "period": 2}, 1, 1, link=link)
     assert links[0].left == answers
+
+
+def test_a_store_that_rank_0_cannot_serve_is_an_error_on_every_rank() -> None:
+    batch, told = models.batches_for("decoder", ROWS, 1)[0], dict[int, str]()
+    with listen("127.0.0.1", 0, "a server of somebody else") as taken:
+        changes: dict[str, Any] = {"parallel": {"data": 2}, "train_micro_batch_size_per_gpu": 2}
+        config = config_of({"rule": "average", "period": 1, "url": address_of(taken), "serve": True}, **changes)
+
+        def body(world: World) -> None:
+            try:
+                eng = engine.initialize(models.decoder(), config, loss_fn=loss_sum, world=world)
+                eng.train_batch(share(batch, 0, 2, eng.grid.coord().dp))
+            except EngineError as error:
+                told[world.rank] = str(error)
+
+        run_thread_ranks(2, body)
+    assert "the store cannot listen at 127.0.0.1" in told[0]
+    assert "rank 0 could not prepare" in told[1]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.web.remote_line import RemoteError, RemoteLine
+from engine.web.remote_line import RemoteError, RemoteLine, Reply
 from engine.web.remote_model import RemoteModel
 from tests.engine.serving.doors import tensor_server
 from tests.engine.serving.lossy import Lossy
@@ -198,3 +198,24 @@ def test_the_clients_and_servers_of_the_guide(tmp_path: Path) -> None:
                 losses.append(loss.item())
             assert losses[-1] < 0.05 * losses[0] and own.item() > 0.5
             assert RemoteModel(first)(shape).shape == (6, 16) and model.version == 40
+
+
+class Echo(RemoteLine):
+    """Line to no server: every forward returns a tensor on the host."""
+
+    def __init__(self) -> None:
+        pass
+
+    def new_ticket(self) -> str:
+        return "ticket"
+
+    def post(self, path: str, tensors: Mapping[str, Tensor], options: Mapping[str, str] | None = None) -> Reply:
+        return Reply({"output": torch.ones(2)}, 1)
+
+
+@pytest.mark.parametrize("graded", [True, False])
+def test_an_output_is_on_the_device_of_the_input_with_and_without_a_graph(graded: bool) -> None:
+    model = RemoteModel(line=Echo())
+    with torch.set_grad_enabled(graded):
+        assert model(torch.empty(2, device="meta")).device.type == "meta"
+        assert model().device.type == "cpu", "a model without inputs"

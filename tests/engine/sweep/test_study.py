@@ -49,6 +49,50 @@ def test_a_trial_of_a_live_process_is_not_taken_and_one_of_a_dead_process_is(tmp
     assert again.reported == 2
 
 
+def test_a_trial_that_ends_while_another_process_looks_at_it_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = SweepStudy(sweep_of(tmp_path)), SweepStudy(sweep_of(tmp_path))
+    ended = first.next()
+    assert ended is not None
+    first.report(1.0, 1)
+    hold = second._hold
+
+    def hold_after_the_end(folder: Path) -> bool:
+        if folder == ended.folder:
+            first.finish(1, "complete")
+        return hold(folder)
+
+    monkeypatch.setattr(second, "_hold", hold_after_the_end)
+    other = second.next()
+    assert other is not None and other.number != ended.number
+    assert second._folder == other.folder
+
+
+def test_a_grid_whose_first_process_is_killed_while_it_queues_the_values_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import optuna
+
+    queue, queued = optuna.study.Study.enqueue_trial, list[Any]()
+
+    def killed(study: Any, values: Any, **options: Any) -> None:
+        if len(queued) == 2:
+            raise KeyboardInterrupt
+        queued.append(values)
+        queue(study, values, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optuna.study.Study, "enqueue_trial", killed)
+        SweepStudy(sweep_of(tmp_path))
+    study, seen = SweepStudy(sweep_of(tmp_path)), list[float]()
+    while (trial := study.next()) is not None:
+        seen.append(rate(trial))
+        study.report(1.0, 1)
+        study.finish(1, "complete")
+    assert sorted(seen) == RATES, "each once"
+
+
 def test_a_trial_that_kills_its_processes_fails(tmp_path: Path) -> None:
     numbers = []
     for _ in range(MOST_STARTS + 1):

@@ -298,3 +298,42 @@ def test_inputs_of_recomputed_blocks_alone_go_out() -> None:
     model(torch.arange(24).view(2, 12))
     width = model.get_parameter("tokens.weight").shape[1]
     assert host.bytes_out == 4 * 4 * 24 * width
+
+
+class _Signs(torch.autograd.Function):
+    """Saves the same memory as numbers and as their bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x.view(torch.int32))
+        return x.abs()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, bits = ctx.saved_tensors
+        return grad * (1 + 2 * (bits >> 31)) * (x != 0)
+
+
+class OneMemory(nn.Module):
+    """Saves one run of memory in two ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        if self._kind == "bits":
+            return _Signs.apply(2 * x)  # type: ignore[no-untyped-call]
+        wave = torch.fft.fft(x)
+        return (wave * wave.conj() * torch.exp(1j * x)).real
+
+
+@pytest.mark.parametrize("kind", ["conjugated", "bits"])
+def test_one_memory_that_is_saved_in_two_ways_comes_back_in_both(kind: str) -> None:
+    x, found = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)), list[Any]()
+    for host in (None, HostActivations(torch.device("cpu"))):
+        block, given = OneMemory(kind), x.clone().requires_grad_()
+        forward = block if host is None else host.keeping(block)
+        forward(given).square().sum().backward()
+        found.append(given.grad)
+    assert torch.equal(*found)
