@@ -113,6 +113,8 @@ def test_superseded_bytes_are_left_out_of_a_copy(tmp_path: Path) -> None:
     journal.append(*records(20, 300)).result(20)
     journal.forget(f"entry/{number}" for number in range(2, 20))
     journal.append(JournalRecord("note/z", {})).result(20)
+    opened = [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+    assert sum("journal-" in path for path in opened) == 1, "earlier files are closed, which frees their blocks"
     journal.close()
     assert journal_numbers(tmp_path)[0] > 2
     (file,) = tmp_path.glob("journal-*")
