@@ -172,7 +172,9 @@ def test_a_number_of_a_command_that_was_not_stored_goes_to_the_next_one(
     open_session(ledger)
     submit(ledger, created())
     for number in range(3):
-        own = [FutureEntry(f"{SESSION}:tensors:{number}", SESSION, command_of(1), MODEL, route="test") for _ in range(2)]
+        own = [
+            FutureEntry(f"{SESSION}:tensors:{number}", SESSION, command_of(1), MODEL, route="test") for _ in range(2)
+        ]
         if number == 1:
             with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
                 patch.setattr(os, "write", full)
