@@ -374,8 +374,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         ``fetch_z3_params`` has no effect.
 
         Raises:
-            EngineError: ``custom_load_fn`` is passed. With ``strict``, also if ``state_dict`` lacks a parameter or has
-                unknown names.
+            EngineError: ``custom_load_fn`` is passed, or a tensor has another shape than in the model. With ``strict``,
+                also if ``state_dict`` lacks a parameter or has unknown names.
         """
         _refuse_load_fn("load_module_state_dict", custom_load_fn)
         with self.engine.full_parameters() as parameters, torch.no_grad():
@@ -388,9 +388,15 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
                     f"load_module_state_dict: the state lacks {missing[:3]} and has {other[:3]} that the model lacks; "
                     "pass the state of this model, or strict=False."
                 )
-            for name, value in (known | buffers).items():
-                if name in state_dict:
-                    value.copy_(state_dict[name])
+            whole = {name: value for name, value in (known | buffers).items() if name in state_dict}
+            for name, value in whole.items():
+                if value.shape != state_dict[name].shape:
+                    raise EngineError(
+                        f"load_module_state_dict: {name} has shape {list(state_dict[name].shape)} in the state, and "
+                        f"{list(value.shape)} in the model; pass the state of a model with the same sizes."
+                    )
+            for name, value in whole.items():
+                value.copy_(state_dict[name])
 
     # ------------------------------------------------------------------ memory and compilation
 

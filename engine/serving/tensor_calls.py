@@ -102,11 +102,11 @@ class TensorCalls:
                 value.requires_grad_(value.is_floating_point())
         args, kwargs = _arguments(own)
         saved: list[Tensor] = []
-        with torch.set_grad_enabled(wanted), _noted(saved) if wanted else nullcontext():
-            with failing_together(engine):
-                outputs = dict(_outputs(_called(engine, args, kwargs)))
-                for value in outputs.values():
-                    rows.check(value)
+        noted = _noted(saved) if wanted else nullcontext()
+        with torch.set_grad_enabled(wanted), noted, failing_together(engine):
+            outputs = dict(_outputs(_called(engine, args, kwargs)))
+            for value in outputs.values():
+                rows.check(value)
         joined = {name: rows.joined(value.detach(), engine) for name, value in outputs.items()}
         if wanted:
             storages = _storages([*saved, *own.values(), *outputs.values()], engine.module)

@@ -132,6 +132,9 @@ def test_module_state_is_loaded(stage: int) -> None:
         engine.EngineError, match=r"the state lacks \['0.weight'\] and has \['head'\] that the model lacks"
     ):
         eng.load_module_state_dict({name: value for name, value in other.items() if name != "0.weight"} | {"head": x})
+    for narrow in (other["0.weight"][:1], other["0.weight"][..., :1], torch.ones(())):
+        with pytest.raises(engine.EngineError, match=r"0.weight has shape .* in the state, and \["):
+            eng.load_module_state_dict({"0.weight": narrow}, strict=False)
     eng.load_module_state_dict({"2.bias": torch.ones(2)}, strict=False)
     assert torch.equal(eng.module_state_dict()["2.bias"], torch.ones(2))
 
