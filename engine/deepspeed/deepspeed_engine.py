@@ -370,7 +370,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     ) -> None:  # fmt: skip
         """Copies full parameters and buffers from ``state_dict`` into the model. Collective.
 
-        ``state_dict`` must be equal on all ranks. Without ``strict``, missing and unknown names are ignored.
+        ``state_dict`` is read on rank 0. Without ``strict``, missing and unknown names are ignored.
         ``fetch_z3_params`` has no effect.
 
         Raises:
@@ -378,25 +378,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
                 also if ``state_dict`` lacks a parameter or has unknown names.
         """
         _refuse_load_fn("load_module_state_dict", custom_load_fn)
-        with self.engine.full_parameters() as parameters, torch.no_grad():
-            known = dict(self.engine.module.named_parameters(remove_duplicate=False)) | dict(parameters)
-            missing, other = sorted(known.keys() - state_dict.keys()), sorted(state_dict.keys() - known.keys())
-            buffers = dict(self.engine.module.named_buffers())
-            other = [name for name in other if name not in buffers]
-            if strict and (missing or other):
-                raise EngineError(
-                    f"load_module_state_dict: the state lacks {missing[:3]} and has {other[:3]} that the model lacks; "
-                    "pass the state of this model, or strict=False."
-                )
-            whole = {name: value for name, value in (known | buffers).items() if name in state_dict}
-            for name, value in whole.items():
-                if value.shape != state_dict[name].shape:
-                    raise EngineError(
-                        f"load_module_state_dict: {name} has shape {list(state_dict[name].shape)} in the state, and "
-                        f"{list(value.shape)} in the model; pass the state of a model with the same sizes."
-                    )
-            for name, value in whole.items():
-                value.copy_(state_dict[name])
+        self.engine.load_full_state_dict(state_dict, strict)
 
     # ------------------------------------------------------------------ memory and compilation
 
