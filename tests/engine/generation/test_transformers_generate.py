@@ -82,7 +82,7 @@ def test_an_encoders_prompts_are_read_by_every_beam() -> None:
     assert all(torch.equal(tokens, generated(model, way, 0)) for way, tokens in zip(WAYS, found, strict=True))
 
 
-class Shifted(LlamaForCausalLM):
+class Shifted(LlamaForCausalLM):  # type: ignore[no-untyped-call]
     """Llama with an argument of its own, a shift of the logits of each row."""
 
     def forward(self, input_ids: Any = None, shift: Tensor | None = None, **given: Any) -> Any:
