@@ -208,6 +208,15 @@ def test_a_model_without_a_cache_runs_whole_sequences_and_says_so_once(caplog: p
     assert_equal([bare], cached, cached.greedy.tokens)
 
 
+def test_tokens_that_were_only_tried_leave_the_caches_of_every_stage() -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    make, ids = partial(transformers_model, "Llama"), torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])
+    alone: Any = make().eval()
+    expected = alone.generate(ids, **options)
+    for tokens in on_grid(make, {"data": 1, "pipeline": 2}, lambda eng: eng.generate(ids, **options)):
+        assert torch.equal(tokens, expected)
+
+
 class Summed(nn.Module):
     """A model of sums over the tokens so far, with a cache and without a mask."""
 
