@@ -113,7 +113,6 @@ CRUMBS = {
     "engine.deepspeed.ops.adam": "deepspeed.ops.adam, a door",
     "engine.deepspeed.runtime.config": "deepspeed.runtime.config, a door",
     "engine.deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters, a door",
-    "engine.deepspeed.zero": "deepspeed.zero, a door",
     "engine.zero.gather.outside_calls": "calls beside the passes of a step, apart from those",
     "engine.parallel.pipeline.report.measured": "the report of a run; its importer is the engine itself",
 }

@@ -368,27 +368,15 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     ) -> None:  # fmt: skip
         """Copies full parameters and buffers from ``state_dict`` into the model. Collective.
 
-        ``state_dict`` must be equal on all ranks. Without ``strict``, missing and unknown names are ignored.
+        ``state_dict`` is read on rank 0. Without ``strict``, missing and unknown names are ignored.
         ``fetch_z3_params`` has no effect.
 
         Raises:
-            EngineError: ``custom_load_fn`` is passed. With ``strict``, also if ``state_dict`` lacks a parameter or has
-                unknown names.
+            EngineError: ``custom_load_fn`` is passed, or a tensor has another shape than in the model. With ``strict``,
+                also if ``state_dict`` lacks a parameter or has unknown names.
         """
         _refuse_load_fn("load_module_state_dict", custom_load_fn)
-        with self.engine.full_parameters() as parameters, torch.no_grad():
-            known = dict(self.engine.module.named_parameters(remove_duplicate=False)) | dict(parameters)
-            missing, other = sorted(known.keys() - state_dict.keys()), sorted(state_dict.keys() - known.keys())
-            buffers = dict(self.engine.module.named_buffers())
-            other = [name for name in other if name not in buffers]
-            if strict and (missing or other):
-                raise EngineError(
-                    f"load_module_state_dict: the state lacks {missing[:3]} and has {other[:3]} that the model lacks; "
-                    "pass the state of this model, or strict=False."
-                )
-            for name, value in (known | buffers).items():
-                if name in state_dict:
-                    value.copy_(state_dict[name])
+        self.engine.load_full_state_dict(state_dict, strict)
 
     # ------------------------------------------------------------------ memory and compilation
 

@@ -92,6 +92,12 @@ class StageCaches:
         """Stores the shapes of ``cache``, for :meth:`rehearsal`, after the traced forward over the prompt."""
         self._rehearsed = _shapes(cache)
 
+    def follow_crop(self) -> None:
+        """Reduces the length to that of the caches, which transformers crops after tokens that it has only tried."""
+        layers = (layer for cache in self._of.values() for layer in getattr(cache, "layers", ()))
+        measured = [layer.get_seq_length() for layer in layers if hasattr(layer, "get_seq_length")]
+        self.length = min(self.length, max(measured, default=0) or self.length)  # a recurrent layer measures 0
+
     def advance(self, rows: int, positions: int, partly: bool) -> None:
         """Adds ``positions`` to the length of the caches, after a forward over ``rows`` rows.
 

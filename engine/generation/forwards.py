@@ -86,6 +86,8 @@ class GenerationForwards:
         if self._meets:
             self._any_left(True)
         self._last = {_IDS: arguments[_IDS][:, -1:]}
+        if caches is not None:
+            caches.follow_crop()
         found = self._forward(arguments, caches, finish, everywhere)
         if caches is not None:
             rows, positions = arguments[_IDS].shape

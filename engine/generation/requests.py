@@ -11,6 +11,7 @@ result depends on the other rows only through the rounding of a product with mor
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -170,11 +171,8 @@ class RequestBatch:
         return found
 
     def _completions(self, drawn: Tensor, prompts: Tensor) -> Completions:
-        made: Completions = [[] for _ in self.requests]
-        places = {id(request): place for place, request in enumerate(self.requests)}
-        for row, numbers, prompt in zip(self.rows, drawn.tolist(), prompts.tolist(), strict=True):
-            made[places[id(row.request)]].append(self._completion(row, numbers, prompt))
-        return made
+        made = map(self._completion, self.rows, drawn.tolist(), prompts.tolist())
+        return [list(islice(made, request.sampling.samples)) for request in self.requests]
 
     def _completion(self, row: _Row, numbers: list[list[float]], prompt: list[float]) -> Completion:
         asked, numbers, most = row.request.sampling, numbers[: len(row.tokens)], self.alternatives or 0

@@ -91,7 +91,7 @@ class CachedSequences:
         self._forwards, self._model = forwards, model
         self._ids, self._mask = given
         self._taken = inspect.signature(type(model).forward).parameters
-        self._caches = StageCaches(protocol.name, protocol.make())
+        self._caches, self._pads = StageCaches(protocol.name, protocol.make()), protocol.pads
         self._is_transformers = is_transformers_generator(model)
         self._positions = (self._mask.cumsum(-1) - 1).clamp_(min=0) if "position_ids" in self._taken else None
 
@@ -127,7 +127,8 @@ class CachedSequences:
         return found
 
     def _plain(self, count: int | None) -> dict[str, Any]:
-        return {"input_ids": self._ids[:, -(count or 0) :], "attention_mask": self._mask}
+        mask = {"attention_mask": self._mask} if self._pads else {}
+        return {"input_ids": self._ids[:, -(count or 0) :], **mask}
 
     def _prepared(self, count: int | None) -> dict[str, Any]:
         """Returns the arguments that transformers' own ``generate`` passes, without the cache."""

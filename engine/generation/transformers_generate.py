@@ -26,6 +26,11 @@ from engine.step.runner import StepRunner
 from engine.step.runtime import RankRuntime
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+_OF_TRANSFORMERS = frozenset({
+    "input_ids", "token_type_ids", "position_ids", "decoder_input_ids", "decoder_position_ids", "cache_position",
+    "inputs_embeds", "decoder_inputs_embeds",
+})  # fmt: skip
+"""Arguments of a forward that transformers' ``generate`` makes itself."""
 
 
 class Generation:
@@ -111,6 +116,7 @@ class Generation:
             names = ("input_ids", "decoder_input_ids", *(() if plain else ("attention_mask",)))
             given["input_ids"] = passed[0].squeeze(-1)
         self._last = {name: given[name] for name in names if isinstance(given.get(name), Tensor)}
+        self._last |= _others_of_rows(given, len(given["input_ids"]))
         return self._runner.predict(self._last, together=True)
 
 
@@ -152,6 +158,22 @@ def _without_cache(options: Mapping[str, Any]) -> dict[str, Any]:
     plain = copy.deepcopy(given)
     plain.use_cache = False
     return {**options, "generation_config": plain}
+
+
+def _others_of_rows(given: Mapping[str, Any], rows: int) -> dict[str, Tensor]:
+    """Returns the tensors of a model's own arguments, such as the image of each row."""
+    others = {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, Tensor) and name not in _OF_TRANSFORMERS and not name.endswith("attention_mask")
+    }
+    for name, value in others.items():
+        if not value.ndim or len(value) != rows:
+            raise EngineError(
+                f"generate was given {name} of shape {list(value.shape)} for {rows} rows, and without a cache each "
+                "tensor needs one entry for each row; leave it out, or generate with a cache, without context ranks."
+            )
+    return others
 
 
 class _PassedOn(nn.Module):

@@ -101,6 +101,10 @@ class WholeSteps:
         """True if the method ``loss`` of this object must replace the model's own loss."""
         return self._own_loss is not None or self._counts or bool(self._summed)
 
+    def drop(self) -> None:
+        """Drops the microbatches of a step that has not run, such as those before an interrupt."""
+        self._waiting.clear()
+
     def microbatch(self, inputs: Mapping[str, Any], count: Any) -> dict[str, Any]:
         """Returns ``inputs``, a batch of the Trainer's loop, as a microbatch for the engine.
 
@@ -294,6 +298,8 @@ class Trainer(TrlLoop):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         hosted = self.accelerator.hosted
+        if training and self._steps is not None:
+            self._steps.drop()
         if hosted is not None and hosted.module is self.model:
             return hosted
         if hosted is not None:

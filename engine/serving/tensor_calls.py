@@ -34,7 +34,7 @@ from engine.serving.commands import (
     TensorOutput,
 )
 from engine.serving.losses import GoneError, ServedError
-from engine.serving.training import TenantTrainer, client_tensor
+from engine.serving.training import TenantTrainer, client_tensor, failing_together
 from engine.step.held_weights import HeldWeights
 
 _SENTENCES = 4096
@@ -102,8 +102,11 @@ class TensorCalls:
                 value.requires_grad_(value.is_floating_point())
         args, kwargs = _arguments(own)
         saved: list[Tensor] = []
-        with torch.set_grad_enabled(wanted), _noted(saved) if wanted else nullcontext():
+        noted = _noted(saved) if wanted else nullcontext()
+        with torch.set_grad_enabled(wanted), noted, failing_together(engine):
             outputs = dict(_outputs(_called(engine, args, kwargs)))
+            for value in outputs.values():
+                rows.check(value)
         joined = {name: rows.joined(value.detach(), engine) for name, value in outputs.items()}
         if wanted:
             storages = _storages([*saved, *own.values(), *outputs.values()], engine.module)
@@ -182,6 +185,8 @@ class TensorCalls:
             self._end(ticket, f"forward {ticket!r} came before its model was loaded or unloaded")
 
     def _retain(self, ticket: str, one: _Retained) -> None:
+        if ticket in self._retained:
+            self._release(ticket)
         self._retained[ticket] = one
         self._graphs += sum(size for key, size in one.storages.items() if not self._users[key])
         self._users.update(one.storages.keys())
@@ -223,11 +228,12 @@ class TensorCalls:
             if output is None or not output.requires_grad:
                 known = ", ".join(name for name, one in retained.outputs.items() if one.requires_grad)
                 raise ServedError(f"a gradient was sent for output {name!r}; outputs with gradients are {known}.")
-            given = retained.rows.own(client_tensor(value, engine.device), filler=0.0)
-            if given.shape != output.shape:
+            if tuple(value.shape) != (wanted := retained.rows.joined_shape(output)):
                 raise ServedError(
-                    f"the gradient of output {name!r} has shape {tuple(value.shape)}, which is not the output's."
+                    f"the gradient of output {name!r} has shape {tuple(value.shape)}, and the output {wanted}; send a "
+                    "gradient of the output's shape."
                 )
+            given = retained.rows.own(client_tensor(value, engine.device), filler=0.0)
             total = total + (output * given.to(output.dtype)).sum()
         if not total.requires_grad:
             raise ServedError("no gradient was sent; send one for an output.")
@@ -294,13 +300,24 @@ class _Rows:
             return part.clone()
         return value[:1].clone() if filler is None else torch.full_like(value[:1], filler)
 
+    def check(self, value: Tensor) -> None:
+        """Raises ServedError unless ``value`` has as many rows as the inputs, so that those of data ranks join."""
+        if self.ranks > 1 and (not value.ndim or value.shape[0] != max(1, self._sizes()[self.rank])):
+            raise ServedError("an output has no rows, so those of data ranks cannot be joined; use one data rank.")
+
+    def joined_shape(self, value: Tensor) -> tuple[int, ...]:
+        """Returns the shape of an output over all data ranks; ``value`` is this rank's part."""
+        return tuple(value.shape) if self.ranks == 1 else (self.count, *value.shape[1:])
+
+    def _sizes(self) -> list[int]:
+        """Returns the number of rows of each data rank."""
+        return [len(part) for part in torch.tensor_split(torch.empty(self.count), self.ranks)]
+
     def joined(self, value: Tensor, engine: Engine) -> Tensor:
         """Returns the rows of all data ranks in order, on every rank. One all-reduce over data."""
         if self.ranks == 1:
             return value
-        sizes = [len(part) for part in torch.tensor_split(torch.empty(self.count), self.ranks)]
-        if not value.ndim or value.shape[0] != max(1, sizes[self.rank]):
-            raise ServedError("an output has no rows, so those of data ranks cannot be joined; use one data rank.")
+        sizes = self._sizes()
         full = value.new_zeros(self.count, *value.shape[1:])
         start = sum(sizes[: self.rank])
         full[start : start + sizes[self.rank]] = value[: sizes[self.rank]]

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.errors import EngineError
-from engine.parallel.comm.agreement import gather_from_all
+from engine.errors import EngineError, first_line
+from engine.parallel.comm.agreement import first_rank, gather_from_all
 from engine.serving.commands import (
     AdamParameters,
     Array,
@@ -130,6 +131,8 @@ class TenantTrainer:
         self._graphs = graphs
         self._seen = 0
         """Data since the last update."""
+        self._backwards = 0
+        """Backwards since the beginning of the last request."""
         self._retained: _Retained | None = None
         if engine.config.pp > 1:
             engine.open_pipeline()
@@ -141,13 +144,15 @@ class TenantTrainer:
         call it; they all-reduce the log-probabilities over the data-parallel ranks, and gather the metrics.
 
         Raises:
-            ServedError: the data do not fit the loss. For a built-in loss, all ranks raise it before any forward; a
-                custom loss may fail after the forward of a datum, on the ranks with this datum only.
+            ServedError: the data do not fit the loss. All ranks raise it, for a built-in loss before any forward, for
+                a custom loss after the forward of a datum.
+
+        If the call fails after the backward of its first datum, it drops all gradients since the last update.
         """
         data = [_prepare(datum, self.engine.device) for datum in command.data]
         for one in data:
             self._check(one, command.loss)
-        digest = _digest(self.version, command.data)
+        digest = _digest(f"{self.version} {self._seen % self.engine.grid.row_ranks}", command.data)
         kept, self._retained = self._retained, None
         places = self._places(len(data))
         logprobs = kept.logprobs if kept is not None and kept.digest == digest else None
@@ -155,16 +160,18 @@ class TenantTrainer:
         sums = _Metrics(self.engine)
         if command.forward_only:
             self._retained = _Retained(digest, [])
-        for turn, place in enumerate(places):
-            datum = data[place] if place is not None else None
-            found = logprobs[turn] if logprobs is not None else self._logprobs(datum)
-            if datum is not None and place is not None:
-                results[place] = found.detach()
-            loss = self._loss(found, datum, command.loss, sums)
-            if self._retained is not None:
-                self._retained.logprobs.append(found)
-            else:
-                self._backward(loss, place)
+        with self._whole_gradient():
+            for turn, place in enumerate(places):
+                datum = data[place] if place is not None else None
+                found = logprobs[turn] if logprobs is not None else self._logprobs(datum)
+                if datum is not None and place is not None:
+                    results[place] = found.detach()
+                with failing_together(self.engine) if command.loss.name == CUSTOM else nullcontext():
+                    loss = self._loss(found, datum, command.loss, sums)
+                if self._retained is not None:
+                    self._retained.logprobs.append(found)
+                else:
+                    self._backward(loss, place)
         if not command.forward_only:
             self._seen += len(data)
         return self._output(data, results, sums)
@@ -278,6 +285,24 @@ class TenantTrainer:
                 "backward before it."
             ) from error
 
+    @contextmanager
+    def _whole_gradient(self) -> Iterator[None]:
+        """Runs the block, the passes of a request; drops all gradients if it fails after it has accumulated some."""
+        self._backwards = 0
+        try:
+            yield
+        except (EngineError, RuntimeError) as error:
+            self._retained = None
+            if not self._backwards:
+                raise
+            self.engine.zero_grad()
+            self._seen = 0
+            kind = ServedError if isinstance(error, EngineError) else RuntimeError
+            raise kind(
+                f"{first_line(error).rstrip('.')}; all gradients since the last update were dropped, because some data "
+                "of this request were accumulated already; send the data of this update again."
+            ) from error
+
     def _loss(self, logprobs: Tensor, datum: _Prepared | None, loss: LossCall, sums: _Metrics) -> Tensor:
         if datum is None:
             return logprobs.sum() * 0.0
@@ -290,6 +315,7 @@ class TenantTrainer:
 
     def _backward(self, loss: Tensor, place: int | None) -> None:
         engine = self.engine
+        self._backwards += 1
         engine.set_gradient_accumulation_boundary(False)
         first = place is not None and self._seen + place == 0
         engine.backward((loss, 1.0 if first else 0.0))
@@ -313,8 +339,25 @@ class TenantTrainer:
         return TrainedOutput(outputs, sums.total(len(data)))
 
 
-def _gathered(own: dict[str, float], engine: Engine) -> list[dict[str, float]]:
-    """Returns the metrics of every rank."""
+@contextmanager
+def failing_together(engine: Engine) -> Iterator[None]:
+    """Runs the block on every rank; if a client's mistake ends it on any rank, every rank raises the first one's error.
+
+    All-reduces 8 bytes over the world and, after an error, gathers its text.
+    """
+    problem: ServedError | None = None
+    try:
+        yield
+    except ServedError as error:
+        problem = error
+    first = first_rank(problem is not None, engine.comm, engine.device, "served mistakes")
+    if first is not None:
+        text = _gathered({"error": "" if problem is None else str(problem)}, engine)[first]["error"]
+        raise ServedError(text) from problem
+
+
+def _gathered(own: dict[str, Any], engine: Engine) -> list[dict[str, Any]]:
+    """Returns the values of every rank."""
     text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     length = torch.tensor([len(text)], dtype=torch.int64)
     lengths = gather_from_all(length, engine.comm, engine.device, "served metrics").flatten().tolist()
@@ -342,8 +385,8 @@ def _set_group(group: dict[str, Any], adam: AdamParameters) -> None:
     group["eps"], group["weight_decay"] = adam.eps, adam.weight_decay
 
 
-def _digest(version: int, data: Sequence[Datum]) -> str:
-    digest = hashlib.sha256(str(version).encode())
+def _digest(begin: str, data: Sequence[Datum]) -> str:
+    digest = hashlib.sha256(begin.encode())
     for part in _digested(data):
         digest.update(part)
     return digest.hexdigest()

@@ -53,3 +53,23 @@ def meet_as_the_script_says(folder: Path) -> tuple[float, int, int]:
     dist.all_reduce(ranks)
     eng = deepspeed.initialize(model=nn.Linear(4, 2), config={"train_batch_size": 4})[0]
     return float(ranks), eng.world_size, eng.global_rank
+
+
+def write_from_a_rank() -> tuple[str, list[str]]:
+    """Refusal of a write by one of two tensor ranks, and the weights that then differ from a state that is loaded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    wanted = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    parallel = {"tensor": 2, "tensor_plan": {"0": "column", "2": "row"}}
+    config = GRID | {"parallel": parallel, "gradient_accumulation_steps": 1}
+    eng, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    eng.backward(eng(torch.ones(1, 4)).sum())
+    eng.step()
+    said = ""
+    try:
+        with deepspeed.zero.GatheredParameters(model[0].weight, modifier_rank=0):
+            pass
+    except engine.EngineError as error:
+        said = str(error)
+    eng.load_module_state_dict(wanted)
+    return said, [name for name, value in eng.module_state_dict().items() if not torch.equal(value, wanted[name])]

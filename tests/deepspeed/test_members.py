@@ -14,7 +14,7 @@ from engine.deepspeed.runtime import lr_schedules
 from engine.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from engine.deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from engine.parallel.grid import Grid
-from tests.deepspeed.pipeline_runs import batch, chain, meet_as_the_script_says, train_and_load
+from tests.deepspeed.pipeline_runs import batch, chain, meet_as_the_script_says, train_and_load, write_from_a_rank
 from tests.deepspeed.test_names import CONFIG, net
 
 USED = (
@@ -128,10 +128,13 @@ def test_module_state_is_loaded(stage: int) -> None:
     alone = net()
     alone.load_state_dict(other)
     assert torch.equal(eng(x), alone(x))
-    with pytest.raises(
-        engine.EngineError, match=r"the state lacks \['0.weight'\] and has \['head'\] that the model lacks"
-    ):
-        eng.load_module_state_dict({name: value for name, value in other.items() if name != "0.weight"} | {"head": x})
+    with pytest.raises(engine.EngineError, match=r"lacks '0\.weight', which this model has"):
+        eng.load_module_state_dict({name: value for name, value in other.items() if name != "0.weight"})
+    with pytest.raises(engine.EngineError, match="'head'"):
+        eng.load_module_state_dict(other | {"head": x})
+    for narrow in (other["0.weight"][:1], other["0.weight"][..., :1], torch.ones(())):
+        with pytest.raises(engine.EngineError, match=r"'0\.weight' has shape"):
+            eng.load_module_state_dict({"0.weight": narrow}, strict=False)
     eng.load_module_state_dict({"2.bias": torch.ones(2)}, strict=False)
     assert torch.equal(eng.module_state_dict()["2.bias"], torch.ones(2))
 
@@ -216,6 +219,13 @@ def test_a_pipeline_shows_loaded_weights_before_its_first_batch(run_ranks: Any, 
     (saved, first), (_, second) = run_ranks(train_and_load, 2, tmp_path)
     for found in (first, second):
         assert all(torch.equal(found[name], value) for name, value in saved.items())
+
+
+def test_a_rank_writes_no_part_of_a_parameter_of_others(run_ranks: Any) -> None:
+    """The values of one rank would replace what other tensor ranks have; a whole state is loaded on every grid."""
+    for said, unlike in run_ranks(write_from_a_rank, 2):
+        assert "modifier_rank 0 for '0.weight', of which tensor, expert or pipeline ranks" in said
+        assert not unlike
 
 
 def test_a_client_state_has_strings_for_keys(tmp_path: Path) -> None:

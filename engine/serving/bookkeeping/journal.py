@@ -184,7 +184,7 @@ class CommandJournal:
             write_new(self._files, new, self._live_frames(places))
             self._files.rename(new, path)
             self._files.sync_folder(self.folder)
-            old, self._number = self._path(self._number), self._number + 1
+            old, file, self._number = self._path(self._number), self._file, self._number + 1
             self._open_file()
         except OSError as error:
             # the old file has all records; a start reads the copy if it has its name, so nothing may follow in the old
@@ -194,6 +194,7 @@ class CommandJournal:
             return
         self._places, self._dead = places, 0
         with suppress(OSError):  # a start removes it
+            os.close(file)  # an open file keeps its blocks on the disk
             self._files.unlink(old)
 
     def _live_frames(self, places: dict[str, _Place]) -> Iterator[memoryview]:
@@ -220,13 +221,13 @@ class CommandJournal:
 
     def _open_file(self) -> None:
         self._file = os.open(self._path(self._number), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._open.callback(os.close, self._file)
         self._position = os.fstat(self._file).st_size
 
     def _start(self) -> int:
         numbers = journal_numbers(self.folder)
         self._number = numbers[-1] if numbers else 1
         self._open_file()
+        self._open.callback(lambda: os.close(self._file))
         end, found = 0, dict[str, JournalRecord]()
         for stop, record, place in _read(self._files, self._file, self._path(self._number)):
             self._bury(record.identity)

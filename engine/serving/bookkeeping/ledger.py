@@ -30,7 +30,6 @@ from engine.serving.commands import (
     DropTicket,
     DropWeights,
     Failure,
-    LoadWeights,
     PlainOutput,
     Result,
     SaveWeights,
@@ -144,12 +143,7 @@ class Ledger:
             session.models.append(model)
         line = self.lines.get(entry.line or "")
         if line is not None:
-            if entry.number is None:
-                entry.number = line.assigned + 1
-            line.assigned = max(line.assigned, entry.number)
-            line.uncovered.append((entry.number, entry.key))
-            if isinstance(entry.command, LoadWeights):
-                line.loaded.append((entry.number, entry.command.name))
+            line.enter(entry)
 
     def _check(self, session: ClientSession, new: list[FutureEntry]) -> None:
         """Refuses commands of unknown models, numbers of long ago, and more than the queue takes."""
@@ -218,11 +212,14 @@ class Ledger:
                 entry.stored.set_exception(error)
 
     def _take_back(self, entry: FutureEntry) -> None:
+        entry.state = EntryState.DONE  # the forward of a backward waits for it no longer
         if (session := self.sessions.get(entry.session)) is not None:
             session.entries.pop(entry.key, None)
             session.open.pop(entry.key, None)
         if isinstance(entry.command, CreateModel):
             self.lines.pop(entry.command.model, None)
+        elif (line := self.lines.get(entry.line or "")) is not None:
+            line.leave(entry)
 
     def _place(self, entry: FutureEntry) -> None:
         line = self.lines.get(entry.line or "")
@@ -381,7 +378,7 @@ class Ledger:
         match entry.route, command:
             case "snapshot", SaveWeights(name=name) if line is not None:
                 self._keep_snapshot(line, name, result)
-            case _, UnloadModel(model=model) if isinstance(result, PlainOutput):
+            case route, UnloadModel(model=model) if isinstance(result, PlainOutput) or route == "unload-ended":
                 self._remove_model(model)
             case _, CreateModel(model=model) if isinstance(result, Failure):
                 self._remove_model(model)

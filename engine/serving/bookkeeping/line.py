@@ -36,6 +36,8 @@ class ModelLine:
     held: dict[int, FutureEntry] = field(default_factory=dict)
     assigned: int = 0
     """Highest number so far of requests that carry none."""
+    free: set[int] = field(default_factory=set)
+    """Numbers of commands that could not be stored; the next commands get them, because later ones wait for them."""
     done: int = 0
     """Last number that has run."""
     covered: int = 0
@@ -54,6 +56,25 @@ class ModelLine:
     """
     is_saving: bool = False
     """True while a snapshot is being made."""
+
+    def enter(self, entry: FutureEntry) -> None:
+        """Records the accepted command ``entry``, and gives it a number if it carries none."""
+        if entry.number is None:
+            entry.number = min(self.free, default=self.assigned + 1)
+        self.free.discard(entry.number)
+        self.assigned = max(self.assigned, entry.number)
+        self.uncovered.append((entry.number, entry.key))
+        if isinstance(entry.command, LoadWeights):
+            self.loaded.append((entry.number, entry.command.name))
+
+    def leave(self, entry: FutureEntry) -> None:
+        """Removes the command ``entry``, which could not be stored, and makes its number available again."""
+        assert entry.number is not None
+        self.uncovered.remove((entry.number, entry.key))
+        if entry.number:
+            self.free.add(entry.number)
+        if isinstance(entry.command, LoadWeights):
+            self.loaded.remove((entry.number, entry.command.name))
 
     def would_load(self, name: str) -> bool:
         """Returns True if a restart of the service would load the saved weights ``name`` into this model."""

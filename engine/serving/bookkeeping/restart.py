@@ -87,6 +87,8 @@ class Restart:
                 )  # fmt: skip
                 entry.stored.set_result(None)
                 self._stored.append((entry, command))
+                if isinstance(command, CreateModel):
+                    self._gone.discard(command.model)  # created again after a failure
 
     def _read_note(self, kind: str, name: str, values: Mapping[str, Any]) -> None:
         if kind == "session" and "ended" in values:

@@ -75,6 +75,7 @@ class RetainedForwards:
         """
         match command:
             case ForwardTensors(model=model, ticket=ticket) if ticket and not isinstance(result, Failure):
+                self._waiting.pop(ticket, None)  # a ticket that is used again becomes the newest
                 self._waiting[ticket] = _Waiting(model, now)
             case BackwardTensors(ticket=ticket) | DropTicket(ticket=ticket):
                 self._waiting.pop(ticket, None)

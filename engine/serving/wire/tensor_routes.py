@@ -106,6 +106,9 @@ class TensorRoutes:
         if model == SHARED and self._creates and SHARED not in self._ledger.lines:
             await self._open(HOUSE)
             created = FutureEntry(f"{HOUSE}:create", HOUSE, CreateModel(SHARED, "", None), SHARED, 0, route=CREATE)
+            house = self._ledger.sessions[HOUSE].entries
+            if (known := house.get(created.key)) is not None and known.has_failed:
+                del house[created.key]  # the pool may have room now
             created = self._ledger.submit(created)
             await self._futures.wait_stored(created.stored)
             await self._futures.wait(created)

@@ -13,7 +13,7 @@ import engine
 from engine.engine import Engine
 from engine.generation.generator import GeneratedText
 from engine.generation.sampling import SamplingOptions
-from tests.engine.generation.generating import on_grid, prompts, small_decoder, transformers_model
+from tests.engine.generation.generating import WORDS, on_grid, prompts, small_decoder, transformers_model
 
 TOKENS = 9
 GRIDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -206,6 +206,43 @@ def test_a_model_without_a_cache_runs_whole_sequences_and_says_so_once(caplog: p
     assert sum("Bare takes no cache, so each token costs" in each for each in caplog.messages) == 1
     (cached,) = on_grid(small_decoder, {"data": 1}, partial(generate, False), loss_of)
     assert_equal([bare], cached, cached.greedy.tokens)
+
+
+def test_tokens_that_were_only_tried_leave_the_caches_of_every_stage() -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    make, ids = partial(transformers_model, "Llama"), torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])
+    alone: Any = make().eval()
+    expected = alone.generate(ids, **options)
+    for tokens in on_grid(make, {"data": 1, "pipeline": 2}, lambda eng: eng.generate(ids, **options)):
+        assert torch.equal(tokens, expected)
+
+
+class Summed(nn.Module):
+    """A model of sums over the tokens so far, with a cache and without a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+
+    def new_cache(self) -> dict[str, Tensor]:
+        return {}
+
+    def forward(self, input_ids: Tensor, past_key_values: dict[str, Tensor] | None = None) -> Tensor:
+        sums = self.embedding(input_ids).cumsum(1)
+        if past_key_values is not None:
+            sums = sums + past_key_values.get("sum", 0)
+            past_key_values["sum"] = sums[:, -1:]
+        return self.head(sums)  # type: ignore[no-any-return]
+
+
+def test_a_model_with_a_cache_and_without_a_mask_generates() -> None:
+    def body(eng: Engine) -> Any:
+        sampling = SamplingOptions(max_new_tokens=6, temperature=0)
+        return [eng.generate(ids, sampling=sampling).tolist() for ids in ([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5]])]
+
+    ((equal, unequal),) = on_grid(Summed, {"data": 1}, body, lambda logits, batch: logits.sum() * 0)
+    assert equal[0] == unequal[0], "prompts of unequal lengths run without the cache"
 
 
 def test_what_sampling_refuses() -> None:

@@ -46,6 +46,13 @@ def test_a_result_does_not_depend_on_batch_mates(parallel: dict[str, Any]) -> No
         assert [len(row) for row in together[2][0].alternatives] == [3] * 5
 
 
+def test_a_request_that_is_given_twice_has_a_result_at_each_place() -> None:
+    def body(eng: Engine) -> list[int]:
+        return [len(found) for found in eng.generate_requests([REQUESTS[0], REQUESTS[1], REQUESTS[0]])]
+
+    assert on_grid(LLAMA, {"data": 1}, body) == [[2, 1, 2]]
+
+
 def test_a_completion_ends_at_its_stop_sequence() -> None:
     def body(eng: Engine) -> list[Completion]:
         def one(**options: Any) -> Completion:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 import engine
 from tests import models
@@ -79,6 +80,28 @@ def test_an_encoders_prompts_are_read_by_every_beam() -> None:
     model = models.t5().eval()
     model.load_state_dict(state)
     assert all(torch.equal(tokens, generated(model, way, 0)) for way, tokens in zip(WAYS, found, strict=True))
+
+
+class Shifted(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """Llama with an argument of its own, a shift of the logits of each row."""
+
+    def forward(self, input_ids: Any = None, shift: Tensor | None = None, **given: Any) -> Any:
+        output = super().forward(input_ids, **given)
+        if shift is not None:
+            output.logits = output.logits + shift[:, None]
+        return output
+
+
+def test_a_models_own_argument_reaches_every_forward_without_a_cache() -> None:
+    model = Shifted(models.llama().config)  # type: ignore[arg-type]
+    ids, shift = torch.ones(2, 3, dtype=torch.long), torch.zeros(2, models.VOCABULARY)
+    shift[0, 5] = shift[1, 6] = 1e4
+    with engine.initialize(model, settings({"data": 1}, 0)) as eng:
+        for use_cache in (True, False):
+            tokens = eng.generate(ids, shift=shift, max_new_tokens=2, do_sample=False, use_cache=use_cache)
+            assert tokens[:, 3:].tolist() == [[5, 5], [6, 6]]
+        with pytest.raises(engine.EngineError, match=r"generate was given shift of shape \[1, .* needs one entry for"):
+            eng.generate(ids, shift=shift[:1], max_new_tokens=2, use_cache=False)
 
 
 def test_what_generate_refuses() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import engine
 from engine.hosting.hosted_model import HostedModel, with_one_loss, with_share
-from engine.huggingface.trainer import OwnLoss, WholeSteps
+from engine.huggingface.trainer import OwnLoss, Trainer, WholeSteps
 from engine.program.batch_rows import BatchRows
 from tests import models
 
@@ -195,3 +195,17 @@ def test_a_host_that_calls_train_and_eval_reaches_the_model() -> None:
         assert hosted.train() is hosted and all(module.training for module in eng.module.modules())
         hosted.eval()
         assert not any(module.training for module in eng.module.modules())
+
+
+def test_microbatches_before_an_interrupt_are_in_no_later_step() -> None:
+    """A second train() begins with its own first microbatch."""
+    accelerator = FakeAccelerator()
+    host = SimpleNamespace(accelerator=SimpleNamespace(hosted=SimpleNamespace(module=1)), model=1)
+    host._steps = steps = steps_of(accelerator)
+    steps.add(rows(3), 12)
+    Trainer._wrap_model(host, torch.nn.Identity(), training=False)  # type: ignore[arg-type]
+    assert len(steps._waiting) == 1, "an evaluation inside a step changes nothing"
+    Trainer._wrap_model(host, torch.nn.Identity())  # type: ignore[arg-type]
+    for accelerator.sync_gradients in (False, True):
+        steps.add(rows(3), 12 + accelerator.sync_gradients)
+    assert [[float(each["num_items_in_batch"]) for each in step] for step in accelerator.steps] == [[12, 13]]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.errors import CheckpointError
-from engine.serving.bookkeeping.entry import RequestRefusedError
+from engine.serving.bookkeeping.entry import EntryState, FutureEntry, RequestRefusedError
 from engine.serving.bookkeeping.journal import CommandJournal, JournalRecord, journal_numbers, read_journal
 from engine.serving.bookkeeping.ledger import Ledger
 from engine.serving.bookkeeping.session import LedgerLimits
@@ -17,6 +17,7 @@ from engine.serving.commands import TrainedOutput
 from tests.engine.serving.commands_of_tests import (
     MODEL,
     SESSION,
+    command_of,
     created,
     numbered,
     open_at,
@@ -113,6 +114,8 @@ def test_superseded_bytes_are_left_out_of_a_copy(tmp_path: Path) -> None:
     journal.append(*records(20, 300)).result(20)
     journal.forget(f"entry/{number}" for number in range(2, 20))
     journal.append(JournalRecord("note/z", {})).result(20)
+    opened = [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+    assert sum("journal-" in path for path in opened) == 1, "earlier files are closed, which frees their blocks"
     journal.close()
     assert journal_numbers(tmp_path)[0] > 2
     (file,) = tmp_path.glob("journal-*")
@@ -157,6 +160,33 @@ def test_a_full_disk_refuses_and_later_requests_are_stored(tmp_path: Path, monke
     journal.append(records(2)[1]).result(20)
     journal.close()
     assert [one.identity for one in read_journal(tmp_path)] == ["entry/1"]
+
+
+def test_a_number_of_a_command_that_was_not_stored_goes_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int, data: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    ledger = open_at(tmp_path, executor := CountingExecutor(), LIMITS)
+    open_session(ledger)
+    submit(ledger, created())
+    for number in range(3):
+        own = [
+            FutureEntry(f"{SESSION}:tensors:{number}", SESSION, command_of(1), MODEL, route="test") for _ in range(2)
+        ]
+        if number == 1:
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+                patch.setattr(os, "write", full)
+                submit(ledger, own[0])
+        entry = submit(ledger, own[1])
+        drain(ledger.queue, ledger, executor)
+        assert (entry.state, entry.number) == (EntryState.DONE, number + 1)
+    assert ledger.journal is not None
+    ledger.journal.close()
+    again = CountingExecutor()
+    open_at(tmp_path, again, LIMITS).journal.close()  # type: ignore[union-attr]
+    assert again.models == executor.models
 
 
 class Client:

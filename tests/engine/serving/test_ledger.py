@@ -177,6 +177,13 @@ def test_a_session_without_heartbeat_loses_its_samples_and_saves_its_models() ->
     assert error.value.status == 404
 
 
+def test_a_session_that_ends_before_its_model_is_created_is_removed() -> None:
+    ledger = ledger_of()
+    ledger.end_session(SESSION, "was finished by its client", saved=False)
+    assert "CreateModel" not in run(ledger).log
+    assert not ledger.sessions and not ledger.lines
+
+
 def test_a_cancelled_sample_fails_and_training_cannot_be_cancelled() -> None:
     ledger = ledger_of()
     submit(ledger, sample(1))

@@ -1,6 +1,7 @@
 """Retained forwards: backwards after updates on the weights of their forward, and limits in bytes and seconds."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from engine.api import initialize
 from engine.config import load_config
 from engine.errors import ConfigError
 from engine.parallel.comm.threads import run_thread_ranks
@@ -17,6 +19,7 @@ from engine.parallel.comm.world import World
 from engine.serving.bookkeeping.entry import FutureEntry, RequestRefusedError
 from engine.serving.bookkeeping.ledger import Ledger
 from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.retained import RetainedForwards
 from engine.serving.bookkeeping.session import LedgerLimits
 from engine.serving.commands import (
     AdamParameters,
@@ -35,7 +38,10 @@ from engine.serving.commands import (
     TensorOutput,
 )
 from engine.serving.executor import CommandExecutor
+from engine.serving.losses import ServedError
 from engine.serving.tenants.pool import TenantLimits, TenantPool
+from engine.serving.tensor_calls import TensorCalls
+from engine.serving.training import TenantTrainer
 from engine.step.held_weights import WeightHolds
 from tests.engine.serving.commands_of_tests import MODEL, SESSION, created
 from tests.engine.serving.test_training import CONFIG
@@ -157,6 +163,49 @@ def test_live_storages_are_counted_once_and_end_with_their_forwards(tmp_path: Pa
     assert held[4:8] == [3 * graph + version, 2 * graph + version, graph, graph]
     assert held[8] == 0, "a load ends the forwards before it"
     assert isinstance(results[-1], Failure) and "came before its model was loaded" in results[-1].error
+
+
+def test_a_ticket_that_is_used_again_ends_its_first_forward(tmp_path: Path) -> None:
+    commands: list[Command] = [forward("a"), forward("a", 2), DropTicket("m", "a")]
+    _, (first, second, dropped) = of_first(tmp_path, "one", commands, 1)
+    assert first == second > 0 == dropped
+    waiting = RetainedForwards(1e9, seconds=10.0)
+    for ticket, time in (("a", 0.0), ("b", 1.0), ("a", 9.0)):
+        waiting.record(ForwardTensors("m", {}, ticket), PlainOutput(), time)
+    assert [drop.ticket for drop in waiting.late(12.0)] == ["b"]
+
+
+class Chosen(nn.Module):
+    """Rows of a table; the length of the second output is that of the first rank's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, x: torch.Tensor, fixed: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        y = self.table(x)
+        return {"y": y} if fixed is None else {"y": y, "fixed": y.new_ones(2)}
+
+
+def test_a_mistake_in_the_rows_of_one_data_rank_is_an_error_of_all() -> None:
+    rows = np.array([1, 2, 3])
+    mistakes: list[tuple[dict[str, Array], int, str]] = [
+        ({"0": np.array([1, 2, 9])}, 3, "the model failed on these tensors: index out of range"),
+        ({"0": rows, "1": rows}, 3, "an output has no rows"),
+        ({"0": rows}, 4, r"shape \(4, 4\), and the output \(3, 4\); send a gradient"),
+    ]
+
+    def body(world: World) -> int:
+        with initialize(Chosen(), {**CONFIG, "parallel": {"data": 2}}, world=world) as eng:
+            trainer, calls = TenantTrainer(eng, {}), TensorCalls({})
+            for tensors, count, said in [*mistakes, ({"0": rows}, 3, "")]:
+                gradients = {"y": np.ones((count, 4), np.float32)}
+                with pytest.raises(ServedError, match=said) if said else nullcontext():
+                    calls.forward(trainer, ForwardTensors("m", tensors, "t"))
+                    calls.backward(trainer, BackwardTensors("m", "t", gradients))
+            return trainer.version
+
+    assert run_thread_ranks(2, body) == [0, 0]
 
 
 def test_an_update_copies_weights_only_for_forwards_that_may_still_use_them(

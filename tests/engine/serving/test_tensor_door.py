@@ -12,9 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.serving.bookkeeping.session import LedgerLimits
+from engine.serving.commands import Command, CreateModel, Failure, Result
+from engine.serving.wire.application import ServiceApplication
+from engine.serving.wire.served_model import ServedModel
 from engine.web.remote_line import RemoteError, RemoteLine, Reply
 from engine.web.remote_model import RemoteModel
+from engine.web.tensor_headers import NUMBER, SESSION
+from tests.engine.serving.commands_of_tests import open_at
 from tests.engine.serving.doors import tensor_server
+from tests.engine.serving.executors import CONTEXT, VOCABULARY, CountingExecutor, running
 from tests.engine.serving.lossy import Lossy
 from tests.structure import ROOT
 
@@ -62,6 +69,40 @@ def test_a_model_that_cannot_be_created_has_its_reason_in_every_reply(tmp_path: 
         for _ in range(2):
             with pytest.raises(RemoteError, match=r"the limit serve\.tenants\.full is 0; train an adapter"):
                 RemoteModel(url)(rows(0))
+
+
+class FullPool(CountingExecutor):
+    """Executor that creates no model until there is room."""
+
+    has_room = False
+
+    def run(self, command: Command) -> Result:
+        """Runs a command."""
+        if isinstance(command, CreateModel) and not self.has_room:
+            return Failure("the pool is full; unload a model.")
+        return super().run(command)
+
+
+def test_a_model_that_could_not_be_created_is_created_once_there_is_room(tmp_path: Path) -> None:
+    ledger, executor = open_at(tmp_path, FullPool(), LedgerLimits()), FullPool()
+    facts = ServedModel(("m",), CONTEXT, VOCABULARY, (), "", "", None)
+    app = ServiceApplication(ledger, facts, creates_shared=True)
+
+    async def statuses() -> list[int]:
+        found = []
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            for number, executor.has_room in enumerate((False, True, True), 1):
+                headers = {SESSION: "s", NUMBER: str(number)}
+                found.append((await client.post("/v1/step/shared", json={}, headers=headers)).status_code)
+        return found
+
+    with running(ledger.queue, ledger, executor):
+        assert asyncio.run(statuses()) == [400, 200, 200]
+    assert ledger.journal is not None
+    ledger.journal.close()
+    again = CountingExecutor()
+    open_at(tmp_path, again, LedgerLimits()).journal.close()  # type: ignore[union-attr]
+    assert again.models == executor.models
 
 
 def test_two_forwards_before_the_first_backward_give_both_gradients(tmp_path: Path) -> None:

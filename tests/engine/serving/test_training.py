@@ -13,9 +13,11 @@ import engine
 from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.serving.commands import AdamParameters, Array, Datum, ForwardBackward, LossCall, OptimStep, TrainedOutput
+from engine.serving.loss_graph import LossGraph
 from engine.serving.losses import LOSSES, TARGETS, ServedError
 from engine.serving.training import TenantTrainer
 from tests import models
+from tests.engine.serving.test_loss_graph import graph, node, ref
 from tests.selection import wide
 
 ADAM = AdamParameters(lr=1e-2, eps=1e-8, weight_decay=0.1, max_norm=0.5)
@@ -170,3 +172,48 @@ def test_mistakes_of_a_client_are_one_sentence() -> None:
             with pytest.raises(ServedError, match=said):
                 trainer.forward_backward(ForwardBackward("m", (given,), call))
         assert trainer.forwards == 0
+
+
+def weighted_loss() -> LossGraph:
+    """Returns the custom loss ``(logprobs * weights).sum()``."""
+    weighted = node("call_function", "product", "torch.mul", ref("logprobs"), ref("weights"))
+    total = node("call_method", "loss", "sum", ref("product"))
+    return graph(weighted, total, node("output", "output", "output", ref("loss")), inputs=("logprobs", "weights"))
+
+
+def test_a_request_that_fails_in_its_middle_leaves_no_part_of_its_gradient() -> None:
+    data = make_data(4, 0)
+    second = data[1]
+    short = Datum(second.tokens, {**second.inputs, "weights": np.ones(1 + len(second.tokens), np.float32)})
+
+    def body(world: World) -> list[object]:
+        norms: list[object] = []
+        config = {**CONFIG, "parallel": {"data": world.size}}
+        with engine.initialize(models.llama(), config, world=world) as eng:
+            trainer, call = TenantTrainer(eng, {"l": weighted_loss()}), LossCall("custom", {"loss_id": "l"})
+            for wrong in ((), (short, *data), (*data, short)):
+                if wrong:
+                    with pytest.raises(ServedError, match=r"torch.mul") as error:
+                        trainer.forward_backward(ForwardBackward("m", wrong, call))
+                    norms.append("gradients since the last update were dropped" in str(error.value))
+                trainer.forward_backward(ForwardBackward("m", data, call))
+                norms.append(trainer.optim_step(OptimStep("m", AdamParameters(lr=0.0))).values["grad_norm"])
+        return norms
+
+    for size in (1, 2):
+        for norm, *others in run_thread_ranks(size, body):
+            assert others == [False, norm, True, norm]
+
+
+def test_a_backward_of_the_other_door_ends_the_retained_forward_of_other_places() -> None:
+    data, call = make_data(2, 0), LossCall("cross_entropy")
+
+    def body(world: World) -> float:
+        with engine.initialize(models.llama(), {**CONFIG, "parallel": {"data": 2}}, world=world) as eng:
+            trainer = TenantTrainer(eng, {})
+            first = trainer.forward_backward(ForwardBackward("m", data, call, forward_only=True))
+            trainer.accumulate(eng({"input_ids": torch.ones(1, 32, dtype=torch.int64)}).logits.sum() * 0)
+            again = trainer.forward_backward(ForwardBackward("m", data, call))
+            return again.metrics["loss:sum"] - first.metrics["loss:sum"]
+
+    assert run_thread_ranks(2, body) == [pytest.approx(0, abs=1e-5)] * 2
