@@ -220,7 +220,7 @@ def test_autocast_gives_its_dtype_and_waits() -> None:
     x.grad = layer.weight.grad = None
     install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches())
     with torch.autocast("cpu", torch.bfloat16):
-        logits = layer(x)
+        logits = layer(input=x)
         loss = hugging_face(logits, labels)
     loss.backward()  # type: ignore[no-untyped-call]
     assert logits.waits and logits.dtype == torch.bfloat16
