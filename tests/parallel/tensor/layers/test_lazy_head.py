@@ -258,6 +258,16 @@ def test_a_copy_made_before_a_write_stays_what_it_was() -> None:
     assert bool(wide.abs().sum() > 0) and not bool(gather_logits(logits).any())
 
 
+def test_a_write_to_the_hidden_states_before_the_loss_is_refused() -> None:
+    layer, (x, labels) = head().requires_grad_(False), given()  # plain torch keeps no x for a frozen weight
+    install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches())
+    hidden = x * 1
+    logits = layer(hidden)
+    hidden.mul_(0.5)
+    with pytest.raises(EngineError, match="hidden states had changed, but lazy logits are computed at their first"):
+        flat()(logits, labels)
+
+
 class Squared(torch.autograd.Function):
     """Reaches the tensor below Python's dispatch."""
 
