@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from engine.errors import EngineError
 from engine.parallel.tensor.collectives import COLUMN_INPUTS, slice_of
 from engine.parallel.tensor.global_tensor.redistribute import cut_rows, enter_stream, full
 from engine.parallel.tensor.global_tensor.rules.table import global_context
@@ -155,3 +156,14 @@ def test_a_write_in_place_ends_what_was_gathered() -> None:
         torch.testing.assert_close(found, wanted)
 
     run_tensor_ranks(2, body)
+
+
+def test_a_write_that_needs_the_whole_stream_names_the_setting_that_helps() -> None:
+    def body(axis: TensorAxis) -> str:
+        x: Any = enter_stream(global_context(axis, sequence=True), normal(B, T, C))
+        with pytest.raises(EngineError) as caught:
+            x[:, 0] = 0.0
+        return str(caught.value)
+
+    (said,) = set(run_tensor_ranks(2, body))
+    assert said.endswith("returns a new tensor, or set parallel.sequence_parallel to false.")
