@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from engine.errors import EngineError, PlanError
 from engine.parallel.tensor.layers.linear import ColumnLinear, GatheredColumnLinear, RowLinear, keep_rows, local_rows
 from engine.parallel.tensor.layers.parallel_region import Region
-from engine.parallel.tensor.layers.vocab_parallel import EmbeddingLayer, VocabularyEmbedding, VocabularyHead, prepare_embedding
+from engine.parallel.tensor.layers.vocab_parallel import (
+    EmbeddingLayer,
+    VocabularyEmbedding,
+    VocabularyHead,
+    prepare_embedding,
+)
 from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import gather_logits
 from engine.parallel.tensor.plan.ranges import cut_parts, cut_unevenly
