@@ -316,6 +316,11 @@ class EncodingResiduals(StepPart):
         """Sets all error-feedback residuals to 0 after a failed step."""
         self.scaled(0.0)
 
+    def restarted(self, made: int) -> None:
+        """Sets the residuals of messages between stages to 0 after a load: they belong to steps that are undone."""
+        for residual in self.encoder.residuals if self.encoder is not None else ():
+            residual.zero_()
+
 
 class AverageOfWeights(StepPart):
     """Step hooks that update the moving average of the weights after each update.

@@ -17,6 +17,7 @@ the model's own activation module into a no-op.
 Shape suffixes: B rows (all leading dims together), I inputs, O outputs.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -38,6 +39,17 @@ def is_conv1d(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):  # first: every call asks, and the lookup of an absent attribute takes 2 us
         return False
     return hasattr(module, "nf") and any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+
+
+def only_argument(given: Sequence[Tensor], named: Mapping[str, Tensor]) -> Tensor:
+    """Returns the only argument of a layer's call, positional or named as the layer's own forward names it.
+
+    Raises:
+        TypeError: the call has no argument, or several.
+    """
+    if len(given) + len(named) != 1:
+        raise TypeError(f"a layer that takes one tensor was called with {len(given) + len(named)} arguments; pass one.")
+    return given[0] if given else next(iter(named.values()))
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -211,8 +223,9 @@ class FusedForward:
     def __post_init__(self) -> None:
         object.__setattr__(self, "form", LinearForm(self.activation, is_conv1d(self.module)))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Computes x [.., I] -> [.., O]."""
+    def __call__(self, *given: Tensor, **named: Tensor) -> Tensor:
+        """Computes x [.., I] -> [.., O]; x is the only argument."""
+        x = only_argument(given, named)
         if is_watched():
             # a tracer matches products by torch's own names
             return followed(self.module, type(self.module).forward(self.module, x), self.kernels)

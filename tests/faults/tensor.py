@@ -68,7 +68,7 @@ TENSOR = (
         name="embedding-of-other-ranks-rows",
         about="Every tensor rank adds a row of its own for a token whose row another rank holds.",
         file="parallel/tensor/layers/vocab_parallel.py",
-        old=".masked_fill_(elsewhere.unsqueeze(-1), 0)",
+        old="        x_D = zeroed(elsewhere.unsqueeze(-1), 0)\n",
         new="",
         tests=(
             "tests/parallel/tensor/layers/test_public_layers.py::test_a_model_written_with_them_is_the_whole_model",

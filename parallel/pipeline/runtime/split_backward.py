@@ -38,6 +38,7 @@ from engine.parallel.tensor.deferred_linear import (
     followed,
     is_conv1d,
     is_linear,
+    only_argument,
     unless_added,
 )
 from engine.parallel.tensor.layers.linear import RowLayer, has_plain_forward, is_cut
@@ -167,8 +168,9 @@ class _Layer:
         self._with_bias = not isinstance(module, RowLayer)
         self._names = names
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """Maps x [.., I] to [.., O]."""
+    def multiply(self, *given: Tensor, **named: Tensor) -> Tensor:
+        """Maps the only argument, x [.., I], to [.., O]."""
+        x = only_argument(given, named)
         if not {"weight", "bias"} <= self._parameters.keys():  # computed from others (torch.nn.utils.parametrize)
             return self._plain(x)
         weight, bias = self._parameters["weight"], self._parameters["bias"] if self._with_bias else None

@@ -67,7 +67,8 @@ class GlobalTensorContext:
         """Parameters that plain code uses as well: their gradient is summed at each use, as for any plain tensor."""
         self.reached_below: str | None = None
         """The name of the caller that has asked a global tensor for memory."""
-        self._entered: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        self._entered: dict[Hashable, tuple[Tensor, int, Tensor]] = {}
+        """(tensor, its version, its copy) by key: a write in place ends the equality of tensor and copy."""
         self._found: dict[Hashable, Any] = {}
 
     def sums_once(self, parameter: nn.Parameter) -> bool:
@@ -89,11 +90,11 @@ class GlobalTensorContext:
         global tensors. The copy's backward must call ``drop()``, which removes it from the cache.
         """
         hit = self._entered.get(key)
-        if hit is not None and hit[0] is given:
-            return hit[1]
+        if hit is not None and hit[0] is given and hit[1] == given._version:
+            return hit[2]
         copied = enter(lambda: self._forget(key, given))
         if copied.requires_grad:  # without a gradient, no backward would call ``passed``
-            self._entered[key] = given, copied
+            self._entered[key] = given, given._version, copied
         return copied
 
     def _forget(self, key: Hashable, given: Tensor) -> None:

@@ -182,14 +182,15 @@ class Unrepeated(NamedTuple):
     @classmethod
     def note(cls, repeated: GlobalTensor, source: GlobalTensor, dim: int) -> None:
         """Records on ``repeated`` that it repeats each element of ``source`` along ``dim``."""
-        repeated.unrepeated = cls(source, dim, repeated.local, _version(repeated.local))
+        repeated.unrepeated = cls(source, dim, repeated.local, version_of(repeated.local))
 
     def valid(self, repeated: GlobalTensor) -> bool:
         """Returns True if no code has written to ``repeated`` since the record was made."""
-        return repeated.local is self.local and _version(self.local) == self.version
+        return repeated.local is self.local and version_of(self.local) == self.version
 
 
-def _version(x: Tensor) -> int | None:
+def version_of(x: Tensor) -> int | None:
+    """Returns the number of in-place writes to the memory of ``x``; None for an inference tensor, which has none."""
     return None if x.is_inference() else x._version
 
 

@@ -21,7 +21,7 @@ from engine.kernels.ops.linear_cross_entropy import as_autocast
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.operand_casts import is_watched
 from engine.parallel.model.placeholders import is_plain
-from engine.parallel.tensor.deferred_linear import FusedForward, is_conv1d
+from engine.parallel.tensor.deferred_linear import FusedForward, is_conv1d, only_argument
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.layers.linear import has_plain_forward
 from engine.parallel.tensor.layers.position_layer import run_on_positions
@@ -49,12 +49,13 @@ class LazyLMHead(nn.Module):
 
     tensor_late: _Late
 
-    def forward(self, x_D: Tensor) -> Tensor:
-        """Returns lazy logits, a tensor that stores ``x_D`` until the loss computes the logits from it.
+    def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
+        """Returns lazy logits, a tensor that stores the only argument, x [.., D], until the loss computes the logits
+        from it.
 
-        Without gradients, returns computed logits. Backward of a sharded head sums the gradient of ``x_D`` over "tp".
+        Without gradients, returns computed logits. Backward of a sharded head sums the gradient of x over "tp".
         """
-        logits: Tensor = run_on_positions(self._late, x_D)
+        logits: Tensor = run_on_positions(self._late, only_argument(given, named))
         return logits
 
     def _late(self, x_D: Tensor) -> Tensor:

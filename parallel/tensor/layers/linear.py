@@ -35,7 +35,7 @@ from engine.kernels.ops.linear import LinearForm, linear
 from engine.parallel.model.operand_casts import is_watched
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.collectives import COLUMN_OUTPUTS, gather_last
-from engine.parallel.tensor.deferred_linear import followed, fused_forward, is_conv1d
+from engine.parallel.tensor.deferred_linear import followed, fused_forward, is_conv1d, only_argument
 from engine.parallel.tensor.global_tensor.rules.matmul import plus_bias
 from engine.parallel.tensor.layers.parallel_region import Region
 from engine.parallel.tensor.plan.ranges import cut_parts, held
@@ -48,9 +48,10 @@ def is_cut(module: nn.Module) -> bool:
 
 
 def has_plain_forward(module: nn.Module) -> bool:
-    """Returns True if ``module`` has the unchanged forward of ``nn.Linear`` or Hugging Face's ``Conv1D``."""
+    """Returns True if ``module`` has the unchanged forward of ``nn.Linear``, ``nn.Embedding`` or Hugging Face's
+    ``Conv1D``."""
     owner = next((base for base in type(module).__mro__ if "forward" in vars(base) and not _ours(base)), nn.Module)
-    return owner is nn.Linear or owner.__name__ == "Conv1D"
+    return owner in (nn.Linear, nn.Embedding) or owner.__name__ == "Conv1D"
 
 
 def _ours(base: type) -> bool:
@@ -81,8 +82,9 @@ class ColumnLayer(nn.Module):
     tensor_joined = False
     """True if a PEFT layer around this one communicates for it and for its pairs."""
 
-    def forward(self, x_I: Tensor) -> Tensor:
-        """Computes this rank's columns of the output for ``x_I`` [.., I]."""
+    def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
+        """Computes this rank's columns of the output for the only argument, x [.., I]."""
+        x_I = only_argument(given, named)
         if self.tensor_joined:
             return self.multiply(x_I)
         return self.tensor_leave(self.tensor_region.enter(self, x_I).multiply(self))
@@ -121,8 +123,10 @@ class RowLayer(nn.Module):
     tensor_joined = False
     """True if a PEFT layer around this one sums its product with those of its pairs."""
 
-    def forward(self, x_P: Tensor) -> Tensor:
-        """Returns the product of ``x_P`` with this rank's weight, summed over "tp", plus the bias."""
+    def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
+        """Returns the product of the only argument, x [.., P], with this rank's weight, summed over "tp", plus the
+        bias."""
+        x_P = only_argument(given, named)
         if self.tensor_joined:
             return self.multiply(x_P)
         return self._after_sum(self.tensor_region.product(self, x_P))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.parallel.model.rng_streams import draw_alike, draw_apart, keyed_generators
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
-from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, version_of
 from engine.parallel.tensor.global_tensor.redistribute import add_rows, cut_rows, gather_global, stream_dim
 from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.overlap.async_input_grad import Entrance, Shared, has_own_weights, share_input
@@ -45,7 +45,8 @@ class Region:
         self._folded: tuple[int, ...] | None = None
         """The dims that were flattened into the rows of the latest input."""
         self._entered: set[int] = set()
-        self._copies: list[tuple[Tensor, Shared]] = []
+        self._copies: list[tuple[Tensor, int | None, Shared]] = []
+        """(input, its version, what the layers share): a write in place to the input ends the equality of both."""
         self._drawn: int | None = None
 
     def add(self, layer: torch.nn.Module, plain: bool) -> None:
@@ -65,10 +66,11 @@ class Region:
         if not self._entered or (id(layer) in self._entered and not again):
             self._open(layer.training, x.device)
         part = x.local if type(x) is GlobalTensor else x
-        shared = next((shared for given, shared in self._copies if given is part), None)
+        copies = (shared for given, at, shared in self._copies if given is part and at == version_of(part))
+        shared = next(copies, None)
         if shared is None:
             shared = self._share(x, part)
-            self._copies.append((part, shared))
+            self._copies.append((part, version_of(part), shared))
         self._entered.add(id(layer))
         return shared
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from engine.errors import EngineError
 from engine.kernels.device import is_host
 from engine.parallel.tensor.collectives import EMBEDDING, gather_last, reduce_from
-from engine.parallel.tensor.deferred_linear import fused_forward, is_conv1d
+from engine.parallel.tensor.deferred_linear import fused_forward, is_conv1d, only_argument
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import add_rows, full, stream_dim
@@ -38,15 +38,22 @@ class EmbeddingLayer(nn.Module):
 
     tensor_vocabulary: Vocabulary
     tensor_context: GlobalTensorContext
+    tensor_plain = False
+    """True if the layer's own forward is that of ``nn.Embedding``."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Returns the vectors of ``ids``: this rank's rows, with zeros for all other ids, summed over "tp"."""
+    def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
+        """Returns the vectors of the only argument, ids [..]: this rank's rows, with zeros for all other ids, summed
+        over "tp"."""
+        ids = only_argument(given, named)
         vocabulary = self.tensor_vocabulary
         if not vocabulary.axis.dry:
             _check_ids(ids, vocabulary.size)
         local = ids - vocabulary.start
         elsewhere = (local < 0) | (local >= vocabulary.width)
-        x_D = super().forward(local.masked_fill_(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        x_D = super().forward(local.masked_fill_(elsewhere, 0))
+        # in place only in memory that the layer's own forward does not keep for its backward
+        zeroed = x_D.masked_fill_ if self.tensor_plain else x_D.masked_fill
+        x_D = zeroed(elsewhere.unsqueeze(-1), 0)
         if self.tensor_context.sequence and x_D.dim() > 2:
             return add_rows(self.tensor_context, x_D, label=EMBEDDING)
         return reduce_from(x_D, vocabulary.axis, EMBEDDING)
@@ -75,8 +82,10 @@ class HeadLayer(nn.Module):
     tensor_joined = False
     """True if a PEFT layer around this one communicates for it and for its pairs."""
 
-    def forward(self, x_D: Tensor) -> Tensor:
-        """Computes this rank's columns of the logits and returns them as sharded logits."""
+    def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
+        """Computes this rank's columns of the logits of the only argument, x [.., D]; returns them as sharded
+        logits."""
+        x_D = only_argument(given, named)
         if self.tensor_joined:
             return self.multiply(x_D)
         plain = [self] if self.tensor_owned else []
@@ -153,6 +162,7 @@ def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: Global
     """
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_context = context or global_context(vocabulary.axis)  # type: ignore[assignment]
+    module.tensor_plain = has_plain_forward(module)  # type: ignore[assignment]
     module.num_embeddings = vocabulary.width  # type: ignore[assignment]
     padding: Any = module.padding_idx
     if padding is not None:

@@ -99,6 +99,26 @@ class LazyLogits:
     source: LogitsSource | None = None
     arrivals: list[Callable[[Tensor], None]] = field(default_factory=list)
     """Functions that are called when a backward reaches the logits, with the gradient of the logits or of a loss."""
+    version: int = field(init=False)
+    """Number of in-place writes to the hidden states so far."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "version", self.part.local._version)
+
+    def check(self) -> None:
+        """Checks that no code has written to the hidden states.
+
+        Raises:
+            EngineError: the hidden states have changed, so the logits are lost.
+        """
+        if self.part.local._version != self.version:
+            raise EngineError(_CHANGED)
+
+
+_CHANGED = (
+    "logits were read for the first time after their weights or hidden states had changed, but lazy logits "
+    "are computed at their first read; read them before the step, or store output.logits.clone()."
+)
 
 
 def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
@@ -120,10 +140,7 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
 
     def compute() -> LogitShard:
         if state() != before:
-            raise EngineError(
-                "logits were read for the first time after their weights or hidden states had changed, but lazy logits "
-                "are computed at their first read; read them before the step, or store output.logits.clone()."
-            )
+            raise EngineError(_CHANGED)
         try:
             with torch.enable_grad(), torch.autocast(hidden.local.device.type, enabled=False):
                 local = functional.linear(hidden.local, product.weight, product.bias)

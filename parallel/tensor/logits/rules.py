@@ -25,7 +25,8 @@ def _elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs elementwise functions of numbers, tensors that broadcast, and other shards of the same vocabulary."""
     leaves = [*args, *kwargs.values()]
     first = next(leaf for leaf in leaves if isinstance(leaf, LogitShard))
-    if kwargs.get("out") is not None or not all(_fits(leaf, first) for leaf in leaves):
+    positions = func is torch.where and len(leaves) == 1
+    if positions or kwargs.get("out") is not None or not all(_fits(leaf, first) for leaf in leaves):
         return NotImplemented
     parts = [_part(leaf, first) for leaf in args]
     named = {name: _part(leaf, first) for name, leaf in kwargs.items()}
@@ -132,8 +133,9 @@ def _dims_addressed(entry: Any) -> int:
     return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
 
 
-def _split(func: Callable[..., Any], x: Any, size: Any, dim: int = 0) -> Any:
+def _split(func: Callable[..., Any], x: Any, size: Any = None, dim: int = 0, *, chunks: Any = None) -> Any:
     """Runs ``split`` and ``chunk`` along a dim other than the vocabulary."""
+    size = chunks if size is None else size
     if not isinstance(x, LogitShard) or isinstance(size, Tensor) or dim % x.local.dim() == x.dim:
         return NotImplemented
     return tuple(x.now(piece) for piece in func(x.local, size, dim=dim))
@@ -205,6 +207,8 @@ def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     Returns ``NotImplemented`` if ``func`` needs the full vocabulary; the caller then gathers the logits.
     """
     rule = LOGIT_RULES.get(func)
+    if not args and "input" in kwargs and "condition" not in kwargs:  # torch's name of the first argument
+        args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
     leaves = pytree.tree_leaves(args) if rule is _index else (*args, *kwargs.values())
     if rule is None or not any(isinstance(leaf, LogitShard) for leaf in leaves):
         return NotImplemented

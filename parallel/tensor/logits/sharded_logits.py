@@ -236,6 +236,7 @@ def _late(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     if any(True for _ in _found((rest, named))):
         return NotImplemented
     own = logits._waiting.part
+    logits._waiting.check()
     found = late_answer(func, own if torch.is_grad_enabled() else own.detached(), rest, named)
     if found is own:
         return logits

@@ -202,12 +202,13 @@ def matmul(context: "GlobalTensorContext", func: Function, input: Any, other: An
     Partial products are summed over the ranks.
     """
     other = other if other is not None else next(iter(named.values()))
-    return multiply_parts(context, (input, other), _matmul_letters(input.ndim, other.ndim), torch.matmul)
+    # func itself: autocast lowers the dtype of matmul, but not of dot
+    return multiply_parts(context, (input, other), _matmul_letters(input.ndim, other.ndim), func)
 
 
 def rmatmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
     """Runs ``Tensor.__rmatmul__``, which returns ``other @ input``, on shards, by the rule of ``matmul``."""
-    return matmul(context, func, other, input)
+    return matmul(context, torch.matmul, other, input)
 
 
 def _matmul_letters(left: int, right: int) -> EinsumSpec:
@@ -242,7 +243,10 @@ def addmm(
         return multiply_parts(context, left, product, _add_product, input)
     out = multiply_parts(context, left, product, torch.matmul)
     out = out * alpha if alpha != 1 else out
-    return out if beta == 0 else out + (input * beta if beta != 1 else input)
+    if beta == 0:
+        return out
+    input = input.to(out.dtype)  # autocast has lowered the dtype of the product alone
+    return out + (input * beta if beta != 1 else input)
 
 
 def _add_product(first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:

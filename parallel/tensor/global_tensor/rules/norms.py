@@ -19,7 +19,7 @@ from engine.kernels.ops.norm import norm_reference
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, like
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets
 from engine.parallel.tensor.global_tensor.operands import broadcast_operands, fit, layout_of, part
-from engine.parallel.tensor.global_tensor.rules.reductions import mean_and_variance, summed
+from engine.parallel.tensor.global_tensor.rules.reductions import in_32_bits, mean_and_variance, summed
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
@@ -36,8 +36,8 @@ def layer_norm(
     dims = _dims(input, normalized_shape)
     sets = input.sets[-len(dims) :]
     if any(sets):
-        mean, spread = mean_and_variance(_wide(input), dims)
-        return _scaled(func, input, (_wide(input) - mean) * torch.rsqrt(spread + eps), weight, bias)
+        mean, spread = mean_and_variance(in_32_bits(input), dims)
+        return _scaled(func, input, (in_32_bits(input) - mean) * torch.rsqrt(spread + eps), weight, bias)
     weight, bias = (None if given is None else part(context, given, sets) for given in (weight, bias))
     return like(input, func(input.local, normalized_shape, weight, bias, eps))
 
@@ -53,7 +53,7 @@ def rms_norm(
     dims = _dims(input, normalized_shape)
     sets = input.sets[-len(dims) :]
     if any(sets):
-        wide: Any = _wide(input)
+        wide: Any = in_32_bits(input)
         square = summed(wide * wide, dims, True) / math.prod(input.full[dim] for dim in dims)
         return _scaled(
             func, input, wide * torch.rsqrt(square + (torch.finfo(input.dtype).eps if eps is None else eps)), weight
@@ -75,11 +75,6 @@ def _dims(x: Any, normalized_shape: Any) -> tuple[int, ...]:
     if x.full[-len(shape) :] != shape:
         raise NoRuleError("the sizes do not agree; torch raises its own error.")
     return tuple(range(x.ndim - len(shape), x.ndim))
-
-
-def _wide(x: GlobalTensor) -> GlobalTensor:
-    """Returns ``x`` in at least 32 bits, because statistics in fewer bits lose too many digits."""
-    return like(x, x.local.float()) if x.local.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _scaled(func: Function, x: GlobalTensor, normal: Any, weight: Tensor | None, bias: Tensor | None = None) -> Any:

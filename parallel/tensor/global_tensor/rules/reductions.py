@@ -196,8 +196,13 @@ def total(
         if dim is None and not keepdim:
             return GlobalTensor(func(input.local, **kwargs), *_kept(input, dims, keepdim), context)
         return GlobalTensor(func(input.local, dims, keepdim, **kwargs), *_kept(input, dims, keepdim), context)
-    out = summed(input, dims, keepdim, kwargs.get("dtype"))
-    return out / math.prod(input.full[one] for one in dims) if func.__name__ == "mean" else out
+    dtype: Any = kwargs.get("dtype")
+    if func.__name__ != "mean":
+        return summed(input, dims, keepdim, dtype)
+    dtype = dtype or input.dtype
+    # in at least 32 bits: fp16 holds the mean of numbers whose sum is infinite
+    out = summed(input, dims, keepdim, torch.promote_types(dtype, torch.float32))
+    return (out / math.prod(input.full[one] for one in dims)).to(dtype)
 
 
 def summed(x: GlobalTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
@@ -238,11 +243,16 @@ def variance(
     if not any(input.sets[one] is not None for one in dims):
         local = func(input.local, dims, correction=correction, keepdim=keepdim)
         return GlobalTensor(local, *_kept(input, dims, keepdim), context)
-    _, spread = mean_and_variance(input, dims)
+    _, spread = mean_and_variance(in_32_bits(input), dims)
     count = math.prod(input.full[one] for one in dims)
     spread = spread * (count / (count - correction)) if correction else spread
     spread = spread if keepdim else spread.squeeze(dims)
-    return spread.sqrt() if func.__name__ == "std" else spread
+    return (spread.sqrt() if func.__name__ == "std" else spread).to(input.dtype)
+
+
+def in_32_bits(x: GlobalTensor) -> GlobalTensor:
+    """Returns ``x`` in at least 32 bits, because statistics in fewer bits lose digits or overflow."""
+    return like(x, x.local.float()) if x.local.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def mean_and_variance(x: GlobalTensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:

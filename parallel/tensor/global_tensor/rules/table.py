@@ -64,10 +64,16 @@ def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwarg
         raise LocalOnlyError(
             f"{name} was called on a tensor {list(next(global_tensors_in(args, kwargs)).full)} "
             "that is sharded over tensor ranks, but it needs the memory of the full tensor; "
-            "use a function that returns a new tensor, or set "
-            'the style "replicate" for this module in parallel.tensor_plan.'
+            f"use a function that returns a new tensor, or set {_whole_again(context)}."
         )
     return func(*_plain(args, name), **_plain(kwargs, name))
+
+
+def _whole_again(context: "GlobalTensorContext") -> str:
+    """Returns the setting with which this tensor is full on all ranks."""
+    if context.sequence:
+        return "parallel.sequence_parallel to false"
+    return 'the style "replicate" for this module in parallel.tensor_plan'
 
 
 def _written(name: str, args: Any, kwargs: Any) -> list[Any]:

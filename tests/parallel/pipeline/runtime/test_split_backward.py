@@ -46,7 +46,7 @@ def plain(model: Model, x: Tensor) -> Tensor:
 
 
 def in_place(model: Model, x: Tensor) -> Tensor:
-    return model.second(model.first(x).relu_()).add_(x)  # type: ignore[no-any-return]
+    return model.second(input=model.first(input=x).relu_()).add_(x)  # type: ignore[no-any-return]
 
 
 def recomputed(model: Model, x: Tensor) -> Tensor:

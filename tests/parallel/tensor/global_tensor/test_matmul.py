@@ -12,7 +12,7 @@ from engine.errors import EngineError
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.activations import Activation
 from engine.kernels.ops.linear import LinearForm, linear
-from tests.parallel.tensor.global_tensor.rig import KINDS, Given, compare, normal
+from tests.parallel.tensor.global_tensor.rig import KINDS, Given, compare, normal, run
 
 RANKS = (2, 4)
 A, R = ("all_reduce", "row outputs"), ("all_reduce", "column inputs")
@@ -236,3 +236,15 @@ def test_grouped_products_of_experts(ranks: int) -> None:
     given["down"] = Given(normal(3, 96, 32).float(), {1: "blocks"}, True)
     found = compare(program, given, ranks, bound=1e-3)
     assert not found[0].gathers and [op for op, _ in sent(found)] == ["all_reduce", "all_reduce"]
+
+
+def test_autocast_chooses_the_dtypes_of_one_process() -> None:
+    def program(x: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            wide = torch.ones(12, 5)
+            products = [torch.addmm(torch.ones(5), x[0], wide, alpha=2), torch.addmm(torch.ones(24, 5), x[0], wide)]
+            return [*products, torch.dot(x[0, :, 0], torch.ones(24))]
+
+    x = torch.arange(576.0).view(2, 24, 12).sin()
+    wanted, found = program(x), run(program, {"x": Given(x, {1: "blocks"}, grad=False)}, 2)[0].output
+    assert [one.dtype for one in found] == [one.dtype for one in wanted] == [torch.bfloat16] * 2 + [torch.float32]

@@ -63,6 +63,13 @@ def test_over_the_cut_dim(name: str, kind: str, ranks: int) -> None:
     assert [call.label for call in found[0].called].count("statistics") == sums
 
 
+def test_fp16_statistics_of_a_cut_dim_are_summed_in_fp32() -> None:
+    def program(x: Tensor) -> list[Tensor]:
+        return [x.mean(1), x.std(1) + x.var(1, unbiased=False).sqrt()]
+
+    compare(program, {"x": Given(normal(1, 24, 3).half() * 300 + 6000, {1: "blocks"})}, 2, bound=2e-3)
+
+
 OTHERS: dict[str, Callable[..., Any]] = {
     "softmax": lambda x: x.softmax(1),
     "amax": lambda x: x.amax(1),

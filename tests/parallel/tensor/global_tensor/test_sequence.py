@@ -9,9 +9,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from engine.errors import EngineError
 from engine.parallel.tensor.collectives import COLUMN_INPUTS, slice_of
-from engine.parallel.tensor.global_tensor.redistribute import cut_rows, full
+from engine.parallel.tensor.global_tensor.redistribute import cut_rows, enter_stream, full
 from engine.parallel.tensor.global_tensor.rules.table import global_context
+from engine.parallel.tensor.layers.linear import ColumnLinear
+from engine.parallel.tensor.layers.parallel_region import Region
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.global_tensor.rig import Given, compare, normal
@@ -133,3 +136,34 @@ def test_a_layer_that_is_called_twice_sees_a_cut_stream_twice() -> None:
     torch.testing.assert_close(sum(grad for _, grad in found), weight.grad)
     for grad, _ in found:
         torch.testing.assert_close(grad, x.grad)
+
+
+def test_a_write_in_place_ends_what_was_gathered() -> None:
+    def program(x: Any, w: Tensor) -> Any:
+        x = x * 1
+        return x @ w + x.add_(1.0) @ w
+
+    frozen = Given(normal(C, HIDDEN), {1: "blocks"}, grad=False)
+    compare(program, {"x": Given(normal(B, T, C), {1: "blocks"}), "w": frozen}, 2)
+
+    def body(axis: TensorAxis) -> None:
+        views = global_context(axis, sequence=True)
+        region, given = Region(axis, views), normal(B, T, C).float()
+        layers = [ColumnLinear(C, HIDDEN, axis=axis, region=region).requires_grad_(False) for _ in range(2)]
+        x: Any = enter_stream(views, given)
+        layers[0](x)
+        found, wanted = layers[1](x.add_(1.0)), functional.linear(given + 1, layers[1].weight, layers[1].bias)
+        torch.testing.assert_close(found, wanted)
+
+    run_tensor_ranks(2, body)
+
+
+def test_a_write_that_needs_the_whole_stream_names_the_setting_that_helps() -> None:
+    def body(axis: TensorAxis) -> str:
+        x: Any = enter_stream(global_context(axis, sequence=True), normal(B, T, C))
+        with pytest.raises(EngineError) as caught:
+            x[:, 0] = 0.0
+        return str(caught.value)
+
+    (said,) = set(run_tensor_ranks(2, body))
+    assert said.endswith("returns a new tensor, or set parallel.sequence_parallel to false.")

@@ -220,7 +220,7 @@ def test_autocast_gives_its_dtype_and_waits() -> None:
     x.grad = layer.weight.grad = None
     install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches())
     with torch.autocast("cpu", torch.bfloat16):
-        logits = layer(x)
+        logits = layer(input=x)
         loss = hugging_face(logits, labels)
     loss.backward()  # type: ignore[no-untyped-call]
     assert logits.waits and logits.dtype == torch.bfloat16
@@ -256,6 +256,16 @@ def test_a_copy_made_before_a_write_stays_what_it_was() -> None:
     wide = logits.float()
     logits.zero_()
     assert bool(wide.abs().sum() > 0) and not bool(gather_logits(logits).any())
+
+
+def test_a_write_to_the_hidden_states_before_the_loss_is_refused() -> None:
+    layer, (x, labels) = head().requires_grad_(False), given()  # plain torch keeps no x for a frozen weight
+    install_lazy_head(layer, Lonely(), Kernels("reference"), ForwardPatches())
+    hidden = x * 1
+    logits = layer(hidden)
+    hidden.mul_(0.5)
+    with pytest.raises(EngineError, match="hidden states had changed, but lazy logits are computed at their first"):
+        flat()(logits, labels)
 
 
 class Squared(torch.autograd.Function):

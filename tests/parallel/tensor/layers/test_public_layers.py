@@ -7,9 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError, PlanError
-from engine.parallel.tensor.layers.linear import ColumnLinear, GatheredColumnLinear, RowLinear, local_rows
+from engine.parallel.tensor.layers.linear import ColumnLinear, GatheredColumnLinear, RowLinear, keep_rows, local_rows
 from engine.parallel.tensor.layers.parallel_region import Region
-from engine.parallel.tensor.layers.vocab_parallel import VocabularyEmbedding, VocabularyHead
+from engine.parallel.tensor.layers.vocab_parallel import (
+    EmbeddingLayer,
+    VocabularyEmbedding,
+    VocabularyHead,
+    prepare_embedding,
+)
+from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import gather_logits
 from engine.parallel.tensor.plan.ranges import cut_parts, cut_unevenly
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
@@ -31,9 +37,9 @@ class Written(nn.Module):
         self.head = VocabularyHead(WIDTH, WORDS, bias=True, axis=axis)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        x = x + self.down(torch.tanh(self.up(x)))
-        logits: Tensor = gather_logits(self.head(torch.tanh(self.mix(x))))
+        x = self.words(input=ids)  # as torch names it
+        x = x + self.down(input=torch.tanh(self.up(input=x)))
+        logits: Tensor = gather_logits(self.head(input=torch.tanh(self.mix(input=x))))
         return logits
 
 
@@ -114,3 +120,35 @@ def test_an_id_outside_the_vocabulary_is_refused_as_in_one_process(wrong: int) -
         f"a token id is outside the vocabulary of {WORDS} rows: the ids of this batch reach from {min(0, wrong)} to "
         f"{max(WORDS - 1, wrong)}; pass ids from 0 to {WORDS - 1}."
     )
+
+
+class Bounded(nn.Embedding):
+    """A table of a user, which keeps what it returns for its backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(super().forward(tokens))
+
+
+def test_a_table_with_its_own_forward_has_the_gradient_of_the_whole() -> None:
+    torch.manual_seed(3)
+    whole, ids = Bounded(WORDS, WIDTH), torch.arange(WORDS).view(1, -1)
+    noise = torch.randn(1, WORDS, WIDTH)
+    torch.autograd.backward((whole(ids) * noise).sum())
+
+    def body(axis: TensorAxis) -> None:
+        ranges = cut_unevenly(WORDS, axis.size)
+        table: nn.Module = copy.deepcopy(whole)
+        table.zero_grad()
+        keep_rows(table, 0, ranges, axis.index)
+        table.__class__ = type("EmbeddingLayerBounded", (EmbeddingLayer, Bounded), {})
+        prepare_embedding(table, Vocabulary(axis, tuple(piece.stop - piece.start for piece in ranges)))
+        found = table(tokens=ids)
+        torch.autograd.backward((found * noise).sum())
+        assert whole.weight.grad is not None
+        torch.testing.assert_close(found, whole(ids))
+        wanted = local_rows(whole.weight.grad, 0, ranges, axis.index)
+        torch.testing.assert_close(table.get_parameter("weight").grad, wanted)
+        with pytest.raises(TypeError, match="takes one tensor was called with 2 arguments; pass one"):
+            table(ids, ids)
+
+    run_tensor_ranks(2, body)

@@ -341,6 +341,7 @@ class Head(nn.Module):
 GATHERS: dict[str, tuple[Use, list[str]]] = {
     "softmax": (lambda x, y: x.softmax(-1).square().sum() + labelled()(x, y), ["softmax"]),
     "sums": (lambda x, y: x.mT.sum() + x.bfloat16().float().sum() + x.sum(), ["sum"]),
+    "positions": (lambda x, y: x.square().mean() * torch.where(x > 0)[0].sum(), ["mean", "where"]),
     "topk": (lambda x, y: x.topk(2, -1).values.sum() + x.max(), ["topk"]),
     "accuracy": (lambda x, y: labelled()(x, y) + 0 * (x.detach().argmax(-1) == y).sum(), ["argmax"]),
     "probabilities": (
@@ -396,7 +397,8 @@ def stays(axis: TensorAxis) -> None:
         "unsqueeze": lambda x: x.unsqueeze(-1), "squeeze": lambda x: x[:1].unsqueeze(1).squeeze(),
         "squeeze dim": lambda x: x[:, :1].squeeze(1), "narrow": lambda x: x.narrow(1, 1, 2),
         "select": lambda x: x.mT.select(0, 1), "index_select": lambda x: x.index_select(0, rows),
-        "chunk": lambda x: x.chunk(2, dim=1)[1], "split": lambda x: cast(Any, x).mT.split([1, 2], dim=0)[1],
+        "chunk": lambda x: x.chunk(2, dim=1)[1], "names": lambda x: torch.unsqueeze(input=x.chunk(chunks=2)[0], dim=0),
+        "split": lambda x: cast(Any, x).mT.split([1, 2], dim=0)[1],
         "flatten": lambda x: x.movedim(-1, 0).flatten(1), "flatten first": lambda x: x.unsqueeze(0).mT.flatten(0, 1),
         "view": lambda x: x.view(1, TOKENS, -1), "index": lambda x: x[rows, :, :],
         "compare": lambda x: (x >= 1).float() + (x != x).float(), "rdiv": lambda x: 2 / (x * x + 1),
