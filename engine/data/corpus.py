@@ -160,7 +160,7 @@ def _map_files(paths: Sequence[str | Path]) -> dict[str, Tokens]:
     """Maps every file; keys are paths below the common folder, so that moving the folder keeps the split."""
     if not paths:
         raise EngineError(
-            "No data file was given; a text corpus needs at least one. "
+            "The list of data files is empty, but a text corpus needs at least one. "
             "Give --data FILE, or leave --data out to train on the built-in corpus."
         )
     whole = [Path(path).resolve() for path in paths]

@@ -170,8 +170,8 @@ def _others_of_rows(given: Mapping[str, Any], rows: int) -> dict[str, Tensor]:
     for name, value in others.items():
         if not value.ndim or len(value) != rows:
             raise EngineError(
-                f"generate was given {name} of shape {list(value.shape)} for {rows} rows, and without a cache each "
-                "tensor needs one entry for each row; leave it out, or generate with a cache, without context ranks."
+                f"generate was given {name} of shape {list(value.shape)} for {rows} rows, but without a cache dim 0 of "
+                f"each tensor must be {rows}; leave {name} out, or set parallel.context to 1 and use_cache to True."
             )
     return others
 

@@ -192,8 +192,8 @@ def trained_child(module: nn.Module, name: str | None) -> str:
     beside = [each for each, p in module.named_parameters() if p.requires_grad and not each.startswith(f"{name}.")]
     if beside:
         raise ConfigError(
-            f"{kind} trains {beside[0]!r} outside the module {name!r} that the engine places; move it into that "
-            "module, or call requires_grad_(False)."
+            f"{kind} has the trainable parameter {beside[0]!r} outside its module {name!r}, but the engine trains only "
+            f"parameters inside {name!r}; move it into that module, or freeze it with requires_grad_(False)."
         )
     return name
 

@@ -204,9 +204,9 @@ def refuse_experts(rows: Iterable[ShardRow], rules: Mapping[int, MatrixRule]) ->
     name = next((row.name for row in rows if row.trainable and row.experts and row.group in rules), None)
     if name is not None:
         raise PlanError(
-            f"the optimizer updates {name!r} as a whole matrix, but parallel.expert shares it among data ranks, and "
-            'only element-wise optimizers, Adafactor, LAMB and LARS update shared experts; give experts "AdamW" in a '
-            "list of optimizers, or leave parallel.expert out."
+            f"the optimizer updates {name!r} as a whole matrix, but parallel.expert divides the experts among data "
+            "ranks, and only element-wise optimizers, Adafactor, LAMB and LARS update divided experts; make optimizer "
+            'a list that gives the experts "AdamW", or leave parallel.expert out.'
         )
 
 

@@ -85,7 +85,7 @@ class Costs:
         """
         if self.units != tuple(call.unit for call in trace.calls):
             raise PlanError(
-                "this rank's model calls other units than the one that rank 0 measured; build the same model on every "
+                "the model on this rank calls other modules than the model on rank 0; build the same model on every "
                 "rank, and pass the same example_batch."
             )
 

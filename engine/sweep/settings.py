@@ -86,7 +86,7 @@ class ComponentRule(Rule):
             raise RefusedError(f"is {kind(value)}")
         name, params = given.get("type"), given.get("params", {})
         if not isinstance(name, str) or not isinstance(params, Mapping) or not {*given} <= {"type", "params"}:
-            raise RefusedError("has another form")
+            raise RefusedError("lacks a type, or has other keys")
         return Component(name, FrozenMap(params))
 
     def expected(self) -> str:

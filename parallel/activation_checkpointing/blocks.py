@@ -328,9 +328,9 @@ class _GivenTensors:
         """
         if self._versions() != self._before:
             raise EngineError(
-                f"a recomputed {type(block).__name__} writes into its input in place, so its second run in backward "
-                "would begin with the values that the first one has written; write x = x * 2 in place of x *= 2 (and "
-                "inplace=False) for inputs of the block, or leave it out of activation_checkpointing."
+                f"a recomputed {type(block).__name__} changes its input in place, so its recomputation in backward "
+                "would start from changed values; use x = x * 2 instead of x *= 2 on inputs of the block "
+                "(inplace=False in modules), or leave this block out of activation_checkpointing."
             )
 
 

@@ -416,7 +416,8 @@ def _refuse_transform(what: str, error: Exception | None = None) -> None:
     """
     if inside_transform():
         raise PlanError(
-            f"{user_place()} runs {what} inside a transform of torch.func (vmap, grad, vjp, jvp, jacrev), which the "
-            "trace of the forward cannot follow, and parallel.tensor and parallel.pipeline need it; write it with "
-            "torch.autograd.grad inside of a block, or use data ranks alone, with any ZeRO stage."
+            f"{user_place()} runs {what} inside a transform of torch.func (vmap, grad, vjp, jvp, jacrev), but "
+            "parallel.tensor and parallel.pipeline trace the forward, and the trace cannot enter a transform; compute "
+            "this with torch.autograd.grad inside the forward of one transformer block, or use data ranks alone, with "
+            "any ZeRO stage."
         ) from error

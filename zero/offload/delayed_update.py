@@ -75,10 +75,10 @@ class DelayedUpdate:
         for flat, written in zip(self._buckets, changed, strict=True):
             if written:
                 return EngineError(
-                    f"weights of {flat.bucket.slots[0].name!r}, or of parameters in its bucket, were written while "
-                    "their update runs during the next step (offload_optimizer.delayed_update), which would "
-                    "overwrite them; write inside `with eng.masters(...):` or `with eng.full_parameters(...):`, "
-                    "which finish the update first."
+                    f"{flat.bucket.slots[0].name!r}, or a parameter in its bucket, was written while its delayed "
+                    "update (offload_optimizer.delayed_update) was still running, and this update would overwrite the "
+                    "values; write inside `with eng.masters(...):` or `with eng.full_parameters(...):`, which finish "
+                    "the update first."
                 )
         return None
 

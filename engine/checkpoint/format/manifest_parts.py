@@ -157,9 +157,9 @@ def _run(value: Any, shape: tuple[int, ...], files: int, what: str) -> StoredRun
     run = PieceRun(stored.piece, count)
     if not single and (step < 1 or count < 2 or not stored.piece.elements):
         raise CheckpointError(
-            f'{what} has a run with "count" {count}, "step" {step} and {stored.piece.elements} elements in a piece, '
-            'but a run needs a "count" of at least 2, a "step" of at least 1, and at least 1 element in a piece: the '
-            f"file is damaged; {COPY_AGAIN}"
+            f'{what} is damaged: it lists pieces with "count" {count}, "step" {step} and {stored.piece.elements} '
+            'elements in a piece, but needs a "count" of at least 2, a "step" of at least 1, and at least 1 element; '
+            + COPY_AGAIN
         )
     if file + (count - 1) * step >= files:
         raise CheckpointError(

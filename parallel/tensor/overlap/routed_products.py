@@ -171,8 +171,8 @@ def _check(rows: Tensor, weight: Tensor, count: int) -> None:
         )
     if rows.dim() != 2 or weight.dim() != 3 or rows.shape != (count, weight.shape[1]):
         raise EngineError(
-            f"rows {tuple(rows.shape)} and experts {tuple(weight.shape)} do not match the counts, which sum to "
-            f"{count} rows; pass rows [rows, inputs], sorted by expert, and experts [experts, inputs, outputs]."
+            f"rows have shape {tuple(rows.shape)} and expert weights {tuple(weight.shape)}, but the counts sum to "
+            f"{count}; pass rows of shape [{count}, inputs], sorted by expert, and weights [experts, inputs, outputs]."
         )
     if any(size * rows.element_size() % _ALIGNED for size in weight.shape[1:]):
         inputs, outputs = weight.shape[1:]

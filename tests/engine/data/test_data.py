@@ -106,7 +106,7 @@ def test_single_text_file_keeps_its_last_tenth_for_validation(tmp_path: Path) ->
 def test_text_corpus_errors_say_what_rule_and_remedy(tmp_path: Path) -> None:
     empty, short, long = write(tmp_path, empty="", short="x" * 19, long="x" * 20)
     cases: list[tuple[list[Path], str]] = [
-        ([], "No data file .* at least one.*Give --data FILE"),
+        ([], "list of data files is empty, .* at least one.*Give --data FILE"),
         ([tmp_path / "nope.txt"], r"nope.txt is missing or is not a file; .* existing files. Check"),
         ([tmp_path], "is missing or is not a file; .* existing files. Check"),
         ([long, empty], "empty.txt is empty; .* at least 1 byte. Leave this file out"),

@@ -80,8 +80,8 @@ def test_the_child_with_parameters_is_on_the_grid(children: dict[str, nn.Module]
         ),
         (
             {"encoder": nn.Linear(2, 2), "decoder": nn.Linear(2, 2)}, "encoder",
-            "Script trains 'decoder.weight' outside the module 'encoder' that the engine places; move it into that "
-            "module, or call requires_grad_(False).",
+            "Script has the trainable parameter 'decoder.weight' outside its module 'encoder', but the engine trains "
+            "only parameters inside 'encoder'; move it into that module, or freeze it with requires_grad_(False).",
         ),
         (
             {"net": nn.Linear(2, 2)}, "model",

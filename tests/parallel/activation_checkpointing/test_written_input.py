@@ -90,6 +90,6 @@ def test_blocks_that_write_into_what_they_make_train_as_in_torch(write: Write, m
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_block_that_writes_into_its_input_is_refused(mode: str) -> None:
-    refused = pytest.raises(engine.EngineError, match="a recomputed Writing writes into its input in place")
+    refused = pytest.raises(engine.EngineError, match="a recomputed Writing changes its input in place")
     with engine.initialize(Stack(into_input), settings(mode), square) as eng, refused:
         eng.train_batch(torch.ones(4, 8))

@@ -120,7 +120,7 @@ class Told:
     ("rows", "inputs", "dtype", "sentence"),
     [
         (8, K, torch.float32, "to another rank, but route.buffer has capacity = 512 bytes and most = 4 tiles"),
-        (3, K, torch.float32, r"rows \(3, 16\) and experts \(2, 16, 32\) do not match the counts, which sum to 8 rows"),
+        (3, K, torch.float32, r"shape \(3, 16\) and expert weights \(2, 16, 32\), but the counts sum to 8"),
         (8, K, torch.float64, "rows are torch.float64 and experts torch.float64"),
         (8, 6, torch.float16, "6 inputs and 32 outputs in torch.float16, .* make both feature sizes multiples of 8"),
     ],
