@@ -23,6 +23,7 @@ from engine.deepspeed.utils.zero_to_fp32 import write_script, write_weights
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.kernels.device import ACCELERATORS
+from engine.parallel.model.side_effects import overwrite
 
 logger = logging.getLogger("trine")
 
@@ -388,7 +389,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
                 )
             for name, value in (known | buffers).items():
                 if name in state_dict:
-                    value.copy_(state_dict[name])
+                    overwrite(value, state_dict[name])
 
     # ------------------------------------------------------------------ memory and compilation
 
