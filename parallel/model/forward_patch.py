@@ -243,7 +243,8 @@ def copy_deeply(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     copied = type(module).__new__(type(module))
     memo[id(module)] = copied
     state = nn.Module.__getstate__(module)  # type: ignore[no-untyped-call]
-    copied.__setstate__(deepcopy({name: value for name, value in state.items() if name not in _OWN}, memo))
+    own = deepcopy({name: value for name, value in state.items() if name not in _OWN}, memo)
+    copied.__setstate__(own)  # type: ignore[no-untyped-call]
     bound: dict[int, Any] = {}
     for inner in module.modules():
         if (forward := vars(inner).get(_FORWARD)) is not None and (other := memo.get(id(inner))) is not None:
