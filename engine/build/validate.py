@@ -139,7 +139,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
         if tied is not None and model.get_parameter(tied).requires_grad:
             raise PlanError(
                 f"buffer {name!r} is a view of the parameter {tied!r}, which moves to other memory, so the buffer "
-                "would keep its first values; read the parameter in forward in place of the buffer, or clone the buffer."
+                "would keep its first values; read the parameter in forward instead, or clone the buffer."
             )
 
 

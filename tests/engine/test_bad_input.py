@@ -193,7 +193,7 @@ def test_models_that_cannot_be_trained() -> None:
     viewed.register_buffer("table", viewed.get_parameter("tokens.weight").detach().t())
     assert message(start(viewed), engine.PlanError) == (
         "buffer 'table' is a view of the parameter 'tokens.weight', which moves to other memory, so the buffer would "
-        "keep its first values; read the parameter in forward in place of the buffer, or clone the buffer."
+        "keep its first values; read the parameter in forward instead, or clone the buffer."
     )
     viewed.get_parameter("tokens.weight").requires_grad_(False)
     engine.initialize(viewed, CONFIG, loss_fn=loss_sum).close()
