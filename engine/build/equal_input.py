@@ -20,6 +20,7 @@ from engine.errors import ConfigError, EngineError, GridError, PlanError
 from engine.parallel.comm.agreement import bit_sum, differing, gather_from_all, take_from
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.rendezvous import Difference
+from engine.parallel.model.side_effects import overwrite
 from engine.planning.plan import Plan
 
 _AT_ONCE = 1 << 26
@@ -164,7 +165,7 @@ def _take_from_first(model: nn.Module, comm: Comm, device: torch.device) -> None
             take_from(part, comm.grid.rank == 0, comm, "world", "start")
         for tensor, data in zip(tensors, torch.split(whole, [tensor.nbytes for tensor in tensors]), strict=True):
             # cloned: a dtype of several bytes needs memory that is aligned to it
-            tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))
+            overwrite(tensor, data.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _differing(table: Tensor, column: int) -> list[int]:

@@ -7,16 +7,16 @@ pickle, torch.save     hooks and forwards of the engine cannot be pickled
 Entries of ``state_dict()`` can be pickled: each has its own storage, although parameters are views of buckets.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import EngineError, PlanError
-from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer, copy_deeply
 from engine.planning.budgets import shards_parameters
 from engine.zero.flat_buckets import lay_apart, storages_of
 
@@ -73,14 +73,7 @@ def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
     def reduce(protocol: object) -> tuple[Any, ...]:
         return _shallow_copy, (_Held(model),)
 
-    def duplicate(memo: dict[int, Any]) -> nn.Module:
-        copied = kind.__new__(kind)
-        memo[id(model)] = copied
-        own = {name: value for name, value in vars(model).items() if name not in _NAMES}
-        vars(copied).update(copy.deepcopy(own, memo))
-        return copied
-
-    vars(model).update(zip(_NAMES, (reduce, duplicate), strict=True))
+    vars(model).update(zip(_NAMES, (reduce, MethodType(copy_deeply, model)), strict=True))
 
     def take_off() -> None:
         for name in _NAMES:

@@ -3,7 +3,8 @@
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from engine.build.held_module import refuse_parts
@@ -120,10 +121,12 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Refuses two parameters over the same memory, because flat buckets would silently separate them."""
+    """Refuses two parameters, or a trained parameter and a buffer, over the same memory, because flat buckets would
+    silently separate them.
+    """
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters():
-        if parameter.is_meta or not parameter.numel():
+        if not _has_memory(parameter):
             continue
         other = owners.setdefault(parameter.data_ptr(), name)
         if other != name:
@@ -131,6 +134,17 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                 f"parameters {other!r} and {name!r} are two objects over the same memory; tie them by assigning one "
                 "nn.Parameter to both modules."
             )
+    for name, buffer in model.named_buffers():
+        tied = owners.get(buffer.data_ptr()) if _has_memory(buffer) else None
+        if tied is not None and model.get_parameter(tied).requires_grad:
+            raise PlanError(
+                f"buffer {name!r} is a view of the parameter {tied!r}, which moves to other memory, so the buffer "
+                "would keep its first values; read the parameter in forward instead, or clone the buffer."
+            )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _switch_cache_off(model: nn.Module, patches: ForwardPatches) -> None:

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from engine.checkpoint.contents.local_tensors import Held, LocalTensors
 from engine.checkpoint.contents.optimizer_state import Families
-from engine.checkpoint.format.host_image import as_bytes, in_batches, overwrite, torch_dtype
+from engine.checkpoint.format.host_image import as_bytes, in_batches, torch_dtype
 from engine.checkpoint.format.pieces import Part
 from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.checkpoint.format.step_reader import ReadRequest
 from engine.errors import CheckpointError
 from engine.kernels.device import is_host
 from engine.parallel.comm.comm import Comm
+from engine.parallel.model.side_effects import overwrite
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import gather_masters
 from engine.zero.optim.master_weights import sync_masters

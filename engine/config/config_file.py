@@ -178,19 +178,25 @@ def _parsed_yaml(text: str, name: str) -> Any:
 def _yaml_loader() -> Any:
     """Returns a loader with YAML 1.2's scalars, which are JSON's: PyYAML's default reads ``3e-4`` as text and ``off``
     as false."""
-    from yaml import SafeLoader
-    from yaml.nodes import MappingNode
+    from yaml import MarkedYAMLError, SafeLoader
+    from yaml.nodes import MappingNode, ScalarNode
 
     class Yaml12(SafeLoader):  # type: ignore[misc]
         yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
         def mapping(self, node: MappingNode) -> FileObject:
+            for key, _ in node.value:
+                if not isinstance(key, ScalarNode):
+                    raise MarkedYAMLError(problem="a key is a list or an object", problem_mark=key.start_mark)
             twice = Counter(key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge")
             self.flatten_mapping(node)  # merges anchors; the node's own keys win
             build = self.construct_object
             made = FileObject([(build(key, True), build(entry, True)) for key, entry in node.value])
             made.twice = tuple(key for key, times in twice.items() if times > 1)
             return made
+
+        def integer(self, node: ScalarNode) -> int:
+            return int(node.value, 16 if "x" in node.value else 10)  # 010 is 10, which YAML 1.1 reads as octal
 
     for scalar, pattern, first in (
         ("null", r"~|null|Null|NULL|", "~nN\0"),
@@ -202,6 +208,7 @@ def _yaml_loader() -> Any:
         letters = ["" if letter == "\0" else letter for letter in first]
         Yaml12.add_implicit_resolver(f"tag:yaml.org,2002:{scalar}", re.compile(rf"(?:{pattern})\Z"), letters)
     Yaml12.add_constructor("tag:yaml.org,2002:map", Yaml12.mapping)
+    Yaml12.add_constructor("tag:yaml.org,2002:int", Yaml12.integer)
     return Yaml12
 
 

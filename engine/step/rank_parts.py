@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.parallel.model.side_effects import overwrite
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.program.batch import Batch
 from engine.program.expert_load import ExpertCounter
@@ -395,7 +396,7 @@ class WrittenBuffers(StepPart):
         self.after_update()
         for each in seen:
             if each.copy is not None and (id(each.module), each.leaf) in self._written:
-                each.buffer.copy_(each.copy)
+                overwrite(each.buffer, each.copy)
                 each.module._buffers[each.leaf] = each.buffer
 
     def after_skip(self) -> None:
@@ -432,7 +433,7 @@ class WrittenBuffers(StepPart):
                 saved = state.get(_key(path, leaf))
                 if buffer is not None and saved is not None:
                     if (buffer.shape, buffer.dtype) == (saved.shape, saved.dtype):
-                        buffer.copy_(saved)
+                        overwrite(buffer, saved)
                     else:
                         module._buffers[leaf] = saved.to(buffer.device, copy=True)
                     self._written.add((id(module), leaf))

@@ -15,10 +15,11 @@ from time import monotonic
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.format.host_image import kind_of, overwrite, torch_dtype
+from engine.checkpoint.format.host_image import kind_of, torch_dtype
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.errors import EngineError
 from engine.kernels.device import is_host
+from engine.parallel.model.side_effects import overwrite
 from engine.web.hosted import HostedApplication, run_in_thread
 from engine.web.sockets import address_of, is_loopback, listen
 from engine.weights_out.commit import CommitGroup

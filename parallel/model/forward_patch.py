@@ -25,19 +25,24 @@ and are removed in the opposite order.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
+from functools import partial
 from types import CellType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from engine.errors import EngineError
 
 _FORWARD, _COMPILED = "forward", "_compiled_call_impl"
 _THROUGH_CLASS = "_through_class"
+_COPIED = "__deepcopy__"
+_OWN = (_FORWARD, _COPIED, "__reduce_ex__")
+"""Attributes that a deep copy of a module gets anew, or not at all."""
 _NOTHING = object()
 
 
@@ -118,6 +123,7 @@ class ForwardPatches:
         """
         with self.changing(module, layer, note):
             object.__setattr__(module, _FORWARD, MethodType(forward, module))
+            _own_copies(module)
 
     def wrap_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
         """Makes ``module(*args)`` call ``forward(*args)`` in place of the module's forward.
@@ -127,6 +133,7 @@ class ForwardPatches:
         """
         with self.changing(module, layer, note):
             object.__setattr__(module, _FORWARD, forward)
+            _own_copies(module)
 
     def hook(self, module: nn.Module, layer: PatchLayer, handle: RemovableHandle, note: str) -> None:
         """Records a hook on ``module`` as a patch; removal calls ``handle.remove``.
@@ -218,6 +225,95 @@ def with_globals(
     made.__module__ = function.__module__
     made.__dict__.update(function.__dict__)
     return made
+
+
+def _own_copies(module: nn.Module) -> None:
+    """Makes deep copies of ``module`` compute with their own parameters, although wrappers close over the module."""
+    kind: Any = type(module)
+    standard = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    if standard and kind.__getstate__ is nn.Module.__getstate__ and not hasattr(module, _COPIED):
+        object.__setattr__(module, _COPIED, MethodType(copy_deeply, module))
+
+
+def copy_deeply(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Returns a deep copy of ``module`` in which patched forwards call the modules of the copy, not of the original.
+
+    ``memo``: copies made so far, by id of the original, as ``copy.deepcopy`` passes it.
+    """
+    copied = type(module).__new__(type(module))
+    memo[id(module)] = copied
+    state = nn.Module.__getstate__(module)  # type: ignore[no-untyped-call]
+    own = deepcopy({name: value for name, value in state.items() if name not in _OWN}, memo)
+    copied.__setstate__(own)  # type: ignore[no-untyped-call]
+    bound: dict[int, Any] = {}
+    for inner in module.modules():
+        if (forward := vars(inner).get(_FORWARD)) is not None and (other := memo.get(id(inner))) is not None:
+            object.__setattr__(other, _FORWARD, _bound_to_copies(forward, memo, bound))
+            _own_copies(other)
+    return copied
+
+
+def _bound_to_copies(value: Any, memo: Mapping[int, Any], bound: dict[int, Any]) -> Any:
+    """Returns ``value``, or a shallow copy of it in which copied modules and tensors replace the originals.
+
+    Follows functions, their closures, plain containers and objects of the engine. ``bound``: results so far, by id.
+    """
+    if isinstance(value, nn.Module | Tensor):
+        return memo.get(id(value), value)
+    if id(value) in bound:
+        return bound[id(value)]
+    bound[id(value)] = value  # a cycle ends here
+    own, kind = type(value).__module__.startswith("engine.") and not hasattr(value, _COPIED), type(value)
+    parts: dict[Any, Any] = {}
+    if kind is FunctionType:
+        parts = {place: cell.cell_contents for place, cell in enumerate(value.__closure__ or ()) if _is_full(cell)}
+    elif kind is MethodType:
+        parts = {"func": value.__func__, "self": value.__self__}
+    elif kind is partial:
+        parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
+    elif kind is dict:
+        parts = value
+    elif kind in (tuple, list):
+        parts = dict(enumerate(value))
+    elif own and not isinstance(value, type):
+        names = [*getattr(value, "__dict__", ()), *(name for base in kind.__mro__ for name in _slots(base))]
+        parts = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    new = {name: _bound_to_copies(part, memo, bound) for name, part in parts.items()}
+    changed = {name: part for name, part in new.items() if part is not parts[name]}
+    if changed:
+        bound[id(value)] = _with_parts(value, new, changed)
+    return bound[id(value)]
+
+
+def _with_parts(value: Any, new: Mapping[Any, Any], changed: Mapping[Any, Any]) -> Any:
+    """Returns a copy of ``value`` with the parts ``new``, of which ``changed`` are other than the original's."""
+    kind = type(value)
+    if kind is FunctionType:
+        return with_globals(value, {}, changed)
+    if kind is MethodType:
+        return MethodType(new["func"], new["self"])
+    if kind is partial:
+        return partial(new["func"], *new["args"], **new["keywords"])
+    if kind in (tuple, list, dict):
+        return dict(new) if kind is dict else kind(new.values())
+    made = copy(value)
+    for name, part in changed.items():
+        object.__setattr__(made, name, part)
+    return made
+
+
+def _is_full(cell: CellType) -> bool:
+    """Returns True if the variable of a closure cell has a value."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _slots(base: type) -> tuple[str, ...]:
+    slots = vars(base).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 class Handler(Protocol):

@@ -99,6 +99,14 @@ class _EagerForwards:
 _EAGER = _EagerForwards()
 
 
+def overwrite(target: Tensor, values: Tensor) -> None:
+    """Copies ``values`` into ``target``, a tensor of the same shape that may be expanded: such dims have one element in
+    memory.
+    """
+    once = tuple(slice(None) if stride else slice(1) for stride in target.stride())
+    target[once].copy_(values[once])
+
+
 def _undo_buffer(buffer: Tensor) -> Callable[[], None]:
     content, version = buffer.detach().clone(), buffer._version
 
@@ -106,7 +114,7 @@ def _undo_buffer(buffer: Tensor) -> Callable[[], None]:
         # batch normalisation writes its running mean without counting it
         if buffer._version != version or not (is_without_content(buffer) or torch.equal(buffer, content)):
             with torch.no_grad():
-                buffer.copy_(content)
+                overwrite(buffer, content)
 
     return undo
 

@@ -189,6 +189,14 @@ def test_models_that_cannot_be_trained() -> None:
         "parameters 'tokens.weight' and 'head.weight' are two objects over the same memory; tie them by assigning one "
         "nn.Parameter to both modules."
     )
+    viewed = models.decoder()
+    viewed.register_buffer("table", viewed.get_parameter("tokens.weight").detach().t())
+    assert message(start(viewed), engine.PlanError) == (
+        "buffer 'table' is a view of the parameter 'tokens.weight', which moves to other memory, so the buffer would "
+        "keep its first values; read the parameter in forward instead, or clone the buffer."
+    )
+    viewed.get_parameter("tokens.weight").requires_grad_(False)
+    engine.initialize(viewed, CONFIG, loss_fn=loss_sum).close()
     odd = models.decoder()
     odd.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
     assert "parameter 'phase' is complex64, but only parameters of a real" in message(start(odd), engine.PlanError)

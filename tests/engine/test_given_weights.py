@@ -29,6 +29,7 @@ class Counting(nn.Module):
         self.register_buffer("seen", torch.randint(100, (3,)))
         self.register_buffer("mask", torch.rand(5) > 0.5)
         self.register_buffer("scale", torch.rand(()).double())
+        self.register_buffer("spread", torch.rand(3, 1).expand(3, 4))
 
     def forward(self, ids: Tensor) -> Any:
         return self.inner(ids) * self.scale.float()

@@ -101,14 +101,6 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return data
 
 
-def overwrite(target: Tensor, values: Tensor) -> None:
-    """Copies ``values`` into ``target``, a tensor of the same shape that may be expanded: such dims have one element in
-    memory.
-    """
-    once = tuple(slice(None) if stride else slice(1) for stride in target.stride())
-    target[once].copy_(values[once])
-
-
 def kind_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorKind:
     """Returns the safetensors dtype of a tensor together with ``shape``, by default the tensor's own shape."""
     dtype = str(tensor.dtype).removeprefix("torch.")

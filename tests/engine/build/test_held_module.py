@@ -71,6 +71,27 @@ def test_each_works_or_says_what_to_do(run_ranks: Callable[..., Any], parallel: 
             assert not told["copy.deepcopy(eng.module)"]
 
 
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+def test_a_copy_computes_with_its_own_parameters(mode: str) -> None:
+    """Casts to fp32 and recomputation go around forwards of the copy, also of a part of the model."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "keep_fp32": ["*.1"],
+        "activation_checkpointing": {"mode": mode},
+    }
+    x = BATCH.bfloat16()
+    with engine.initialize(model, config | {"optimizer": {"type": "adamw"}}, lambda output, _: output.sum()) as eng:
+        eng.train_batch(BATCH)
+        for copied in (copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model)), copy.deepcopy(model[1])):
+            for parameter in copied.parameters():
+                nn.init.zeros_(parameter)
+            copied(x).sum().backward()
+            assert not copied(x).any() and all(parameter.grad is not None for parameter in copied.parameters())
+        assert model(x).any()
+
+
 class Scaled(nn.Module):
     """A layer that keeps a tensor as a plain attribute."""
 

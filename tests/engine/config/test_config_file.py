@@ -26,7 +26,7 @@ FORMS = {
   "optimizer": {"type": "AdamW", "params": {"lr": 3e-4,},},
 }""",
     "run.toml": 'train_batch_size = 8\nseed = 1\n[optimizer]\ntype = "AdamW"\nparams = {lr = 3e-4}\n',
-    "run.yaml": "train_batch_size: 8  # rows\nseed: 1\noptimizer:\n  type: AdamW\n  params:\n    lr: 3e-4\n",
+    "run.yaml": "train_batch_size: 08  # rows\nseed: 1\noptimizer:\n  type: AdamW\n  params:\n    lr: 3e-4\n",
     "run.yml": "train_batch_size: 8\nseed: 1\noptimizer: {type: AdamW, params: {<<: {lr: 1.0}, lr: 3e-4}}\n",
 }
 
@@ -93,6 +93,7 @@ def test_comments_are_not_looked_for_in_text(tmp_path: Path) -> None:
         ("run.yaml", "seed: 1\nseed: 2\n", "seed: this key is given twice in one object; keep one of them."),
         ("run.yaml", "seed: [1\n", "not YAML at line 2 column 1 (expected ',' or ']', but got '<stream end>'); fix it"),
         ("run.yaml", "seed: off\n", 'seed: "off" is text'),
+        ("run.yaml", "[1, 2]: 3\n", "not YAML at line 1 column 1 (a key is a list or an object); fix it there."),
         ("run.yaml", "- 1\n", "[1] is a list; give one JSON object, the path of one, or a dict."),
         ("run.yaml", "seed: !!python/object:os.system x\n", "not YAML at line 1 column 7 (could not determine a"),
     ],

@@ -353,6 +353,28 @@ def test_buffers_first_written_in_another_mode_are_put_back() -> None:
     assert torch.equal(eng.module.get_buffer("0.running_mean"), torch.zeros(3))
 
 
+class Spread(nn.Linear):
+    """A layer that counts in an expanded buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("calls", torch.zeros(1).expand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return super().forward(x)
+
+
+def test_an_expanded_buffer_is_put_back() -> None:
+    factor = 1.0
+    config = {"train_batch_size": 4}
+    with engine.initialize(Spread(), config, lambda output, batch: output.square().mean() * factor) as eng:
+        eng.train_batch(torch.randn(4, 3))
+        factor = math.nan
+        assert eng.train_batch(torch.randn(4, 3)).skipped
+        assert eng.module.get_buffer("calls").tolist() == [1.0, 1.0, 1.0]
+
+
 class Late(nn.Linear):
     """A layer that registers a counter of its forwards in its ``first`` one, counted from 0."""
 
