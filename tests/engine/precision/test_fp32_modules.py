@@ -204,8 +204,9 @@ class BufferOwner(nn.Module):
 def test_batch_norm_stays_whatever_its_names_are_and_owners_share_a_rounded_buffer() -> None:
     config = {"train_batch_size": 4, "bf16": {"enabled": True}, "buffer_dtype": "bf16"}
     with engine.initialize(BufferOwner(), config) as eng:
-        assert eng.module.norms["[0]"].running_mean.dtype == eng.module.norms["first"].weight.dtype == torch.float32
-        buffers = [eng.module.scale, eng.module.alias, eng.module.other.scale]
+        module: Any = eng.module
+        assert module.norms["[0]"].running_mean.dtype == module.norms["first"].weight.dtype == torch.float32
+        buffers = [module.scale, module.alias, module.other.scale]
         assert buffers[0].dtype == torch.bfloat16 and all(buffer is buffers[0] for buffer in buffers)
         assert not eng.train_batch(torch.randn(4, 3)).skipped
 
