@@ -181,7 +181,9 @@ def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
                 data.append((parameter, parameter.data))
                 parameter.data = placeholder(parameter.shape, narrow, parameter.device)
         for path, module in model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
                 dtype = precision.buffer(f"{path}.{name}" if path else name, buffer.dtype)
                 if dtype != buffer.dtype:
                     buffers.append((module, name, buffer))

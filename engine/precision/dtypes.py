@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import PlanError
@@ -201,7 +201,11 @@ def place_rest(
             parameter.data = placeholder(parameter.shape, narrow, parameter.device)
         elif not parameter.requires_grad and name not in placed:
             parameter.data = parameter.data.to(device, narrow).contiguous()  # as parameters in buckets are
+    moved: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
     for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            dtype = precision.buffer(f"{path}.{name}" if path else name, buffer.dtype)
-            setattr(module, name, buffer.to(device, dtype))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                dtype = precision.buffer(f"{path}.{name}" if path else name, buffer.dtype)
+                if (id(buffer), dtype) not in moved:  # the old one stays allocated, so that no other gets its id
+                    moved[id(buffer), dtype] = buffer, buffer.to(device, dtype)
+                module._buffers[name] = moved[id(buffer), dtype][1]

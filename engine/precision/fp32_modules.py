@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import escape
 from typing import Any
 
 import torch
@@ -81,9 +82,11 @@ def marked_tensors(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
 
 
 def running_statistics(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of modules with running statistics (BatchNorm), which a bf16 or fp16 run leaves in fp32."""
-    named = [(name, module._buffers.get("running_mean")) for name, module in model.named_modules() if name]
-    return tuple(name for name, mean in named if mean is not None)
+    """Returns patterns of the names of modules with running statistics (BatchNorm), which a bf16 or fp16 run leaves in
+    fp32.
+    """
+    named = model.named_modules(remove_duplicate=False)  # every name of a module, because all share its tensors
+    return tuple(escape(name) for name, module in named if name and module._buffers.get("running_mean") is not None)
 
 
 def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) -> None:

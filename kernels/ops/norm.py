@@ -82,7 +82,8 @@ def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> bool:
     most = WIDEST_LAYER_FP32 if form.centered and x.dtype == torch.float32 else WIDEST
     narrow = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and 0 < x.shape[-1] <= most
-    return narrow and all(t.dtype == x.dtype and t.is_contiguous() for t in (weight, bias) if t is not None)
+    given = [t for t in (weight, bias) if t is not None]
+    return narrow and all(t.dtype == x.dtype and t.shape == x.shape[-1:] and t.is_contiguous() for t in given)
 
 
 @fused_operator("trine::norm")

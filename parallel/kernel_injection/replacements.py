@@ -31,7 +31,6 @@ from engine.kernels.ops.activations import ACTIVATIONS, Activation, activate, ga
 from engine.kernels.ops.norm import Norm, norm
 from engine.kernels.ops.rotary import Rotary, rotary
 from engine.parallel.kernel_injection.equivalence import (
-    SCALES,
     agrees,
     agrees_in_use,
     is_hooked,
@@ -77,10 +76,11 @@ def find_norm(module: nn.Module) -> NormModule | None:
     names = [name for name, p in module._parameters.items() if p is not None]
     parameters = {name: random(*sizes[0], seed=number) for number, name in enumerate(names)}
     copy = twin(module, parameters, {})
+    weights = list(copy.parameters())
     x = random(len(_NORM_SCALES), 2, *sizes[0], seed=3) * torch.tensor(_NORM_SCALES, dtype=torch.float64)[:, None, None]
     for form in _norm_forms(module, names):
         operator = _operator(copy, form)
-        if agrees(lambda x: forward(copy, x), operator, [x], list(copy.parameters())):
+        if all(agrees(partial(forward, copy.train(mode)), operator, [x], weights) for mode in (True, False)):
             return form if _rounds_alike(copy, forward, x) else None
     return None
 
@@ -335,8 +335,9 @@ def _kind(child: nn.Module) -> Activation | None:
     forward = own_forward(child)
     if forward is None or child._modules or child._parameters or child._buffers or isinstance(child, nn.Dropout):
         return None
+    copy = twin(child, {}, {})
     for name, function in ACTIVATIONS.items():
-        if name != "none" and all(agrees(partial(forward, child), function, [random(64) * scale]) for scale in SCALES):
+        if name != "none" and agrees_in_use(copy, partial(forward, copy), function, _INNER):
             return cast(Activation, name)
     return None
 

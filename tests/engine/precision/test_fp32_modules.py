@@ -182,6 +182,35 @@ def test_buffers_of_islands_stay_and_the_state_dict_has_the_given_values() -> No
         assert masters == [True], "its own master"
 
 
+class BufferOwner(nn.Module):
+    """Has batch norms under names that are no patterns and under two names, and buffers with two names or owners."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleDict({"[0]": nn.BatchNorm1d(3), "first": nn.BatchNorm1d(3)})
+        self.norms["second"] = self.norms["first"]
+        self.other = nn.Linear(3, 3)
+        scale = torch.ones(3)
+        for owner, name in ((self, "scale"), (self, "alias"), (self.other, "scale")):
+            owner.register_buffer(name, scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms.values():
+            x = norm(x)
+        loss: Tensor = (self.other(x) * self.scale).square().mean()
+        return loss
+
+
+def test_batch_norm_stays_whatever_its_names_are_and_owners_share_a_rounded_buffer() -> None:
+    config = {"train_batch_size": 4, "bf16": {"enabled": True}, "buffer_dtype": "bf16"}
+    with engine.initialize(BufferOwner(), config) as eng:
+        module: Any = eng.module
+        assert module.norms["[0]"].running_mean.dtype == module.norms["first"].weight.dtype == torch.float32
+        buffers = [module.scale, module.alias, module.other.scale]
+        assert buffers[0].dtype == torch.bfloat16 and all(buffer is buffers[0] for buffer in buffers)
+        assert not eng.train_batch(torch.randn(4, 3)).skipped
+
+
 @pytest.mark.parametrize("bf16", [True, False])
 def test_a_pattern_that_matches_nothing_is_one_sentence(bf16: bool) -> None:
     config = {"train_batch_size": 4, "bf16": {"enabled": bf16}, "keep_fp32": ["blocks.*.norm1", "nrom"]}

@@ -82,6 +82,15 @@ def test_rows_that_no_program_holds_go_to_torch(width: int, launches: int, monke
     assert launch.call_count == launches
 
 
+@pytest.mark.parametrize("mode", ["reference", "triton"])
+def test_parameters_of_another_width_are_refused(mode: Mode) -> None:
+    x = torch.ones(2, 16)
+    with pytest.raises(RuntimeError, match="shape"):
+        norm(x, torch.ones(8), None, FORMS["rms"], Kernels(mode))
+    with pytest.raises(RuntimeError, match="shape"):
+        add_norm(x, x, (torch.ones(16), torch.ones(8)), FORMS["layer"], Kernels(mode))
+
+
 def test_reference_has_the_gradients_of_finite_differences() -> None:
     x, weight, bias = (t.double().requires_grad_() for t in made((3, 6), torch.float64, biased=True))
     for form in FORMS.values():

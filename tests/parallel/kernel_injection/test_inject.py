@@ -94,6 +94,8 @@ class Scaled(nn.Module):
                 return (self.weight * x * torch.rsqrt(square + self.eps)).to(
                     torch.promote_types(x.dtype, torch.float32)
                 )
+            case "training":
+                return self.weight * x * torch.rsqrt(square + self.eps) * (1.1 if self.training else 1.0)
         return self.weight * x * torch.rsqrt(square + self.eps)
 
 
@@ -217,6 +219,20 @@ def test_other_arguments_may_ask_for_other_things() -> None:
 @pytest.mark.parametrize("act", [nn.ReLU6(), nn.Hardtanh(0.0, 20.0), nn.LeakyReLU(1e-3), nn.GELU("tanh")], ids=str)
 def test_an_activation_is_known_at_all_scales(act: nn.Module) -> None:
     assert pairs(nn.Sequential(Plain(act=act))) == (["0.up gelu_tanh"] if isinstance(act, nn.GELU) else [])
+
+
+class Sharper(nn.Module):
+    """GELU in one mode, and its approximation in the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.gelu(x, approximate="tanh" if self.training else "none")
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_module_of_two_modes_stays_in_whichever_mode_it_is(training: bool) -> None:
+    model = nn.Sequential(Scaled("training"), Plain(act=Sharper())).train(training)
+    assert put_all_on(model, "reference")[0] == []
+    assert all(module.training == training for module in model.modules())
 
 
 def test_an_activation_that_two_modules_share_stays() -> None:
