@@ -356,6 +356,8 @@ def test_buffers_first_written_in_another_mode_are_put_back() -> None:
 class Spread(nn.Linear):
     """A layer that counts in an expanded buffer."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__(3, 3)
         self.register_buffer("calls", torch.zeros(1).expand(3))
