@@ -150,7 +150,7 @@ def test_chains_in_chains_are_seen_as_in_the_plan() -> None:
 
 def test_costs_of_another_model_are_refused() -> None:
     costs = measured(Chain(Block(), Block()))
-    with pytest.raises(engine.PlanError, match="rank 0 measured"):
+    with pytest.raises(engine.PlanError, match="other modules than the model on rank 0"):
         plan_run(slow_at(0), config(balance="time"), Request(), example(), costs)
 
 

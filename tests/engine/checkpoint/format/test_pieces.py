@@ -229,10 +229,10 @@ def test_equal_shares_are_one_run_however_many_they_are() -> None:
 
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "endless": ({"step": 1, "count": 2**62}, "file numbers are below 64"),
-    "in one file": ({"step": 0, "count": 30}, "but a run needs"),
-    "of one": ({"step": 1, "count": 1}, "but a run needs"),
+    "in one file": ({"step": 0, "count": 30}, "but needs a .count. of at least 2"),
+    "of one": ({"step": 1, "count": 1}, "but needs a .count. of at least 2"),
     "without a step": ({"count": 30}, "whole number"),
-    "of nothing": ({"step": 1, "count": 30, "flat": [4, 4]}, "but a run needs"),
+    "of nothing": ({"step": 1, "count": 30, "flat": [4, 4]}, "but needs a .count. of at least 2"),
     "too long": ({"step": 1, "count": 31}, "but this part of the tensor has only"),
     "too short": ({"step": 1, "count": 29}, "exactly once"),
     "overlapping": ({"step": 1, "count": 29, "flat": [0, 8]}, "but this part of the tensor has only"),
