@@ -100,7 +100,7 @@ def test_a_models_own_argument_reaches_every_forward_without_a_cache() -> None:
         for use_cache in (True, False):
             tokens = eng.generate(ids, shift=shift, max_new_tokens=2, do_sample=False, use_cache=use_cache)
             assert tokens[:, 3:].tolist() == [[5, 5], [6, 6]]
-        with pytest.raises(engine.EngineError, match=r"generate was given shift of shape \[1, .* dim 0 of each tensor must be 2"):
+        with pytest.raises(engine.EngineError, match=r"shift of shape \[1, .* dim 0 of each tensor must be 2"):
             eng.generate(ids, shift=shift[:1], max_new_tokens=2, use_cache=False)
 
 
