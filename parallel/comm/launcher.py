@@ -299,11 +299,8 @@ def loopback_words(place: Place, variables: _Variables) -> str:
     here = read_count(variables, "LOCAL_WORLD_SIZE", place.size)
     if not 0 < here < place.size:
         return ""
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)}
-    except OSError:
-        return ""
-    if not all(map(_is_loopback, found)):
+    found = addresses_of(place.address)
+    if not found or not all(map(_is_loopback, found)):
         return ""
     return (
         f"{place.address} is {min(found)} here, an address of this node alone, but the job has {place.size // here} "
