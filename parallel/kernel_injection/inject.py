@@ -6,7 +6,7 @@ it is. Heads whose logits may be lazy are found the same way.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,14 +21,14 @@ from engine.parallel.kernel_injection.replacements import (
     find_gated,
     find_norm,
     find_rotary,
-    injected_activation,
     injected_gated_mlp,
     injected_norm,
     injected_rotary,
-    pass_through,
+    pair_forwards,
+    put_forward,
     rotary_globals,
 )
-from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.name_patterns import starred
 
 PutOn = Callable[[ForwardPatches], None]
@@ -59,9 +59,12 @@ def describe_replacements(replacements: Sequence[Replacement]) -> list[str]:
     return [f"{operator:<7} {name} ({count}): {detail}" for (operator, name, detail), count in groups.items()]
 
 
-def _put_on(module: nn.Module, forward: Callable[..., Any], replacement: Replacement, patches: ForwardPatches) -> None:
+def _put_on(
+    owner: nn.Module, forwards: Mapping[str, Callable[..., Any]], replacement: Replacement, patches: ForwardPatches
+) -> None:
     note = f"runs as the operator {replacement.operator} ({replacement.detail})"
-    patches.replace_forward(module, PatchLayer.KERNEL, forward, note)
+    for child, forward in forwards.items():
+        put_forward(owner.get_submodule(child), forward, note, patches)
 
 
 def find_replacements(model: nn.Module, kernels: Kernels) -> list[tuple[Replacement, PutOn]]:
@@ -69,31 +72,31 @@ def find_replacements(model: nn.Module, kernels: Kernels) -> list[tuple[Replacem
 
     Call ``function(patches)`` to install the operator on the module. ``model`` may be on the meta device.
     """
-    forwards: dict[object, Callable[..., Any]] = {}
+    forwards: dict[object, Mapping[str, Callable[..., Any]]] = {}
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: list[tuple[Replacement, PutOn]] = []
     for path, module in model.named_modules():
         parts = _parts(module, kernels)
-        targets = [module.get_submodule(part.child) for part in parts]
-        if any(uses[id(target)] > uses[id(module)] for target in targets):
+        if any(uses[id(module.get_submodule(part.child))] > uses[id(module)] for part in parts):
             continue  # another module calls it too
-        for part, target in zip(parts, targets, strict=True):
+        for part in parts:
             # equal modules share one function, so that torch.compile compiles it once
-            forward = forwards.setdefault((type(module), part.child, part.detail), part.forward)
+            shared = forwards.setdefault((type(module), part.child, part.detail), part.forwards)
             name = ".".join(filter(None, (path, part.child)))
             what = Replacement(name, part.operator, part.words, part.activation)
-            found.append((what, partial(_put_on, target, forward, what)))
+            found.append((what, partial(_put_on, module, shared, what)))
     return found
 
 
 class _Part(NamedTuple):
-    """A forward for a module, or for a child of it."""
+    """Replacement of a module, or of a child of it."""
 
     operator: str
     words: str
     detail: object
-    """Settings of the forward, without the class of the module."""
-    forward: Callable[..., Any]
+    """Settings of the forwards, without the class of the module."""
+    forwards: Mapping[str, Callable[..., Any]]
+    """Forwards to install, by name of the child; "" is the module itself."""
     child: str = ""
     activation: Activation = "none"
 
@@ -101,19 +104,19 @@ class _Part(NamedTuple):
 def _parts(module: nn.Module, kernels: Kernels) -> list[_Part]:
     own = type(module).forward
     if (norm := find_norm(module)) is not None:
-        return [_Part("norm", norm.words, norm, injected_norm(norm, own, kernels))]
+        return [_Part("norm", norm.words, norm, {"": injected_norm(norm, own, kernels)})]
     if (gated := find_gated(module)) is not None:
-        return [_Part("gated", gated.words, gated, injected_gated_mlp(gated, own, kernels))]
+        return [_Part("gated", gated.words, gated, {"": injected_gated_mlp(gated, own, kernels)})]
     if (pair := find_activated(module)) is not None:
-        layer = _Part(
-            "linear", f"with {pair.activation}", pair, injected_activation(pair, kernels), pair.linear, pair.activation
-        )
-        return [layer, _Part("linear", f"in {pair.linear}", pair, pass_through, pair.act)]
+        fused = pair_forwards(pair, kernels)
+        act, words = {pair.act: fused.pop(pair.act)}, (f"with {pair.activation}", f"in {pair.linear}")
+        layer = _Part("linear", words[0], pair, fused, pair.linear, pair.activation)
+        return [layer, _Part("linear", words[1], pair, act, pair.act)]
     if (stack := find_expert_stack(module)) is not None:
-        return [_Part("experts", stack.words, stack, injected_experts(stack, own, kernels))]
+        return [_Part("experts", stack.words, stack, {"": injected_experts(stack, own, kernels)})]
     for name, function in rotary_globals(module):
         if (form := find_rotary(function)) is not None:
-            return [_Part("rotary", name, form, injected_rotary(own, name, function, form, kernels))]
+            return [_Part("rotary", name, form, {"": injected_rotary(own, name, function, form, kernels)})]
     return []
 
 

@@ -16,6 +16,7 @@ layer. Dropout is replaced by a nonlinear function, so that a dropout between th
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dis import get_instructions
 from functools import partial
 from inspect import signature
@@ -42,8 +43,8 @@ from engine.parallel.kernel_injection.equivalence import (
     small_linear,
     twin,
 )
-from engine.parallel.model.forward_patch import through_class, with_global
-from engine.parallel.tensor.deferred_linear import is_linear
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer, through_class, with_global
+from engine.parallel.tensor.deferred_linear import is_linear, only_argument
 from engine.parallel.tensor.layers.linear import has_plain_forward
 
 _NORM_SCALES = (1.0, 1e-3, 1e2, 0.0)
@@ -271,6 +272,10 @@ def injected_gated_mlp(found: GatedModule, own: Callable[..., Any], kernels: Ker
     return forward
 
 
+_OUTSIDE = "tensor_outside"
+"""Attribute of both modules of a pair: False while the pair's owner runs its forward."""
+
+
 class ActivatedLinear(NamedTuple):
     """Linear layer and activation module that one kernel can compute: their names in the parent module, and the
     activation.
@@ -305,18 +310,19 @@ def find_activated(module: nn.Module) -> ActivatedLinear | None:
     apart = twin(module, {}, children)
     sizes = {name: layer.in_features for name, layer in small.items()}
     for name in layers:
-        fused = {name: nn.Sequential(children[name], children[act]), act: nn.Identity()}
-        together, width = twin(module, {}, children | fused), sizes[name]
-        operator = partial(_both_modes, forward, apart, together)
-        if agrees_in_use(apart, partial(forward, apart), operator, width):
-            return ActivatedLinear(name, act, activation)
+        found = ActivatedLinear(name, act, activation)
+        together = twin(module, {}, children | {each: copy(children[each]) for each in (name, act)})
+        for child, own in pair_forwards(found, REFERENCE).items():
+            put_forward(together.get_submodule(child), own, "is tried", ForwardPatches())
+        operator = partial(_both_modes, apart, together)
+        if agrees_in_use(apart, partial(forward, apart), operator, sizes[name]):
+            return found
     return None
 
 
-def _both_modes(forward: Callable[..., Any], leader: nn.Module, follower: nn.Module, x: Tensor) -> Any:
-    """Run ``follower`` in the mode of ``leader``; the children that they share are in it already."""
-    follower.training = leader.training
-    return forward(follower, x)
+def _both_modes(leader: nn.Module, follower: nn.Module, x: Tensor) -> Any:
+    """Run ``follower`` in the mode of ``leader``."""
+    return follower.train(leader.training).forward(x)
 
 
 def _small_pair(layers: Mapping[str, Any]) -> dict[str, nn.Linear]:
@@ -342,6 +348,45 @@ def _kind(child: nn.Module) -> Activation | None:
     return None
 
 
+def pair_forwards(found: ActivatedLinear, kernels: Kernels) -> dict[str, Callable[..., Any]]:
+    """Returns new forwards that fuse the pair ``found``, by names of the owner's children; "" is the owner itself.
+
+    Only calls from the owner's forward are fused: in other calls, such as of another module that calls the activation,
+    each of the two modules computes alone.
+    """
+    return {found.linear: injected_activation(found, kernels), found.act: pass_through, "": _calling(found)}
+
+
+def put_forward(module: nn.Module, forward: Callable[..., Any], note: str, patches: ForwardPatches) -> None:
+    """Installs ``forward`` on ``module``, with the mark of a pair's module if it is made for one.
+
+    ``note``: effect, for reports; ``patches`` records the change.
+    """
+    patches.replace_forward(module, PatchLayer.KERNEL, forward, note)
+    if hasattr(forward, _OUTSIDE):
+        with patches.changing(module, PatchLayer.KERNEL, note):
+            object.__setattr__(module, _OUTSIDE, True)
+
+
+def _calling(found: ActivatedLinear) -> Callable[..., Any]:
+    """Returns a forward for the owner of a pair: the forward of its class, whose calls of the pair are fused."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pair = [self._modules[found.linear], self._modules[found.act]]
+        before = [getattr(each, _OUTSIDE, None) for each in pair]
+        if None in before:  # one of the two has been replaced since, so that the other computes alone
+            return type(self).forward(self, *args, **kwargs)
+        try:
+            for each in pair:
+                object.__setattr__(each, _OUTSIDE, False)
+            return type(self).forward(self, *args, **kwargs)
+        finally:
+            for each, value in zip(pair, before, strict=True):
+                object.__setattr__(each, _OUTSIDE, value)
+
+    return through_class(forward)
+
+
 def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..., Any]:
     """Returns a forward for the linear layer of ``found``: the forward of the layer's class, then the activation.
 
@@ -349,11 +394,20 @@ def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return activate(type(self).forward(self, *args, **kwargs), None, found.activation, kernels)
+        y = type(self).forward(self, *args, **kwargs)
+        return y if self.tensor_outside else activate(y, None, found.activation, kernels)
 
+    vars(forward)[_OUTSIDE] = True
     return through_class(forward)
 
 
-def pass_through(self: Any, x: Tensor) -> Tensor:
-    """Returns ``x`` unchanged: the forward of an activation module that is fused into the linear layer before it."""
-    return x
+def pass_through(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the argument unchanged: the forward of an activation module that is fused into the linear layer before
+    it. Calls from outside of the pair's owner run the forward of the module's class.
+    """
+    if self.tensor_outside:
+        return type(self).forward(self, *args, **kwargs)
+    return only_argument(args, kwargs)
+
+
+vars(pass_through)[_OUTSIDE] = True

@@ -205,10 +205,18 @@ def fused_forward(module: nn.Module, x: Tensor, activation: Activation, kernels:
     return linear(x, layer.weight, layer.bias, LinearForm(activation, is_conv1d(module)), kernels)
 
 
+def fused_activation(layer: nn.Module) -> Activation:
+    """Returns the activation that a call of ``layer`` now applies; "none" if the call does not come from the forward
+    that calls the activation's module next (``tensor_outside``).
+    """
+    kind: Activation | None = getattr(layer, "tensor_activation", None)
+    return "none" if kind is None or getattr(layer, "tensor_outside", False) else kind
+
+
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
     """Applies the activation fused into ``layer``, if there is one, to ``y``, the layer's output with bias."""
-    kind: Activation | None = getattr(layer, "tensor_activation", None)
-    return y if kind in (None, "none") else activate(y, None, kind, kernels)
+    kind = fused_activation(layer)
+    return y if kind == "none" else activate(y, None, kind, kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +227,11 @@ class FusedForward:
     activation: Activation
     kernels: Kernels
     form: LinearForm = field(init=False)
+    plain: LinearForm = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "form", LinearForm(self.activation, is_conv1d(self.module)))
+        object.__setattr__(self, "plain", LinearForm("none", is_conv1d(self.module)))
 
     def __call__(self, *given: Tensor, **named: Tensor) -> Tensor:
         """Computes x [.., I] -> [.., O]; x is the only argument."""
@@ -230,7 +240,8 @@ class FusedForward:
             # a tracer matches products by torch's own names
             return followed(self.module, type(self.module).forward(self.module, x), self.kernels)
         layer: Any = self.module
-        return linear(x, layer.weight, layer.bias, self.form, self.kernels)
+        form = self.plain if fused_activation(layer) == "none" else self.form
+        return linear(x, layer.weight, layer.bias, form, self.kernels)
 
 
 def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:

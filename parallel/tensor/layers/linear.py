@@ -35,7 +35,7 @@ from engine.kernels.ops.linear import LinearForm, linear
 from engine.parallel.model.operand_casts import is_watched
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.collectives import COLUMN_OUTPUTS, gather_last
-from engine.parallel.tensor.deferred_linear import followed, fused_forward, is_conv1d, only_argument
+from engine.parallel.tensor.deferred_linear import followed, fused_activation, fused_forward, is_conv1d, only_argument
 from engine.parallel.tensor.global_tensor.rules.matmul import plus_bias
 from engine.parallel.tensor.layers.parallel_region import Region
 from engine.parallel.tensor.plan.ranges import cut_parts, held
@@ -107,7 +107,7 @@ class ColumnLayer(nn.Module):
         """
         kernels = self.tensor_region.axis.kernels
         if self.tensor_plain and is_replaced(x_I, kernels):
-            return fused_forward(self, x_I, self.tensor_activation or "none", kernels)
+            return fused_forward(self, x_I, fused_activation(self), kernels)
         return followed(self, super().forward(x_I), kernels)
 
 

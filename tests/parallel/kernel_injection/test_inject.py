@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from engine.kernels.dispatch import Kernels
 from engine.parallel.kernel_injection.equivalence import agrees, random
@@ -344,3 +345,57 @@ def test_a_mistake_in_an_operator_is_raised(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("engine.parallel.kernel_injection.replacements.norm", None)
     with pytest.raises(TypeError, match="not callable"):
         find_norm(torch.nn.LayerNorm(8))
+
+
+class Around(nn.Module):
+    """Module that also calls the parts of its perceptron."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.mlp = how, Plain("dropout behind" if how == "evaluation" else "")
+
+    def forward(self, x: Tensor) -> Tensor:
+        mlp = self.mlp
+        match self.how:
+            case "activation before":
+                y = mlp(mlp.act(x))
+            case "activation after, twice":
+                y = mlp.act(mlp.act(mlp(x)))
+            case "layer alone":
+                y = mlp(x) + mlp.up(x).mean()
+            case "by itself":
+                y = mlp(x) + mlp.down(mlp.act(mlp.up(x)))
+            case "recomputed":
+                y = checkpoint(mlp.act, checkpoint(mlp, mlp.act(x), use_reentrant=False), use_reentrant=False)
+            case "recomputed inside":
+                y = mlp(checkpoint(mlp.up, x, use_reentrant=False)[..., :16])
+            case "after another activation":
+                mlp.act = nn.Tanh()
+                y = mlp(x)
+            case _:
+                y = mlp(x)
+        return y  # type: ignore[no-any-return]
+
+
+OUTSIDE = ("activation before", "activation after, twice", "layer alone", "by itself", "recomputed")
+
+
+@pytest.mark.parametrize("how", [*OUTSIDE, "recomputed inside", "after another activation", "evaluation"])
+def test_calls_of_a_pair_from_outside_of_its_owner_compute_alone(how: str) -> None:
+    model = Around(how).train(how != "evaluation")
+    other, x = deepcopy(model), torch.randn(5, 16)
+    assert pairs(model) == ["mlp.up gelu"]
+    copied = deepcopy(model)
+    expected = torch.autograd.grad(other(x).square().sum(), list(other.parameters()))
+    for each in (model, copied, model):
+        found = torch.autograd.grad(each(x).square().sum(), list(each.parameters()))
+        torch.testing.assert_close(found, expected)
+
+
+def test_an_owner_that_fails_leaves_calls_from_outside_alone() -> None:
+    mlp, x = Plain(), torch.randn(5, 16)
+    expected = mlp.act(x)
+    assert pairs(mlp) == ["up gelu"]
+    with pytest.raises(RuntimeError):
+        mlp(x[:, :8])
+    assert torch.equal(mlp.act(x), expected)
