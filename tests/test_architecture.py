@@ -151,6 +151,7 @@ BROAD_HANDLERS = {
     ("engine/planning/tensor_plan_search.py", "_try_length"): "a note of the plan",
     ("parallel/tensor/auto/search.py", "reference_inside"): "the group is tried in the whole block",
     ("parallel/context/rows/rowwise_proof.py", "_tried"): "a module that raises in a trial runs on global tensors",
+    ("parallel/experts/proof.py", "_answer"): "the reason why the experts of a list are not shared",
     ("parallel/experts/proof.py", "_can_copy"): "the reason why experts are not shared",
     ("parallel/experts/proof.py", "_call"): "the reason why the experts of a module are not shared",
     ("parallel/experts/proof.py", "_run"): "the reason why the experts of a list are not shared",

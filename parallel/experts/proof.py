@@ -39,6 +39,7 @@ from engine.parallel.experts.forms import (
 from engine.parallel.experts.thin_products import ThinProducts
 from engine.parallel.model.parametrized_weights import adapter_chain
 from engine.parallel.model.placeholders import is_expanded
+from engine.parallel.model.side_effects import forward_settings
 
 _ROWS, MOST = 12, 4
 """Rows of a trial, and the most experts of a twin."""
@@ -111,6 +112,7 @@ def prove_adapted(name: str, adapter: nn.Module, ranks: int) -> RoutedExperts | 
 
 
 _UNCOPIED = "it cannot be copied for a trial"
+_BY_ROWS = "a row's result depends on other rows"
 _REFUSED = "it does not take these arguments"
 _UNKNOWN = (
     "its arguments are neither rows, numbers of experts and weights, nor rows and their number for each expert, nor "
@@ -171,7 +173,7 @@ class Trial:
             return None
         some = torch.arange(0, _ROWS, 2).flip(0)
         if not are_close(self._call(self._twin, x[some], n[some], w[some]), whole[some]):
-            return "a row's result depends on other rows"
+            return _BY_ROWS
         slots = [self._call(self._twin, x, n[:, j : j + 1], w[:, j : j + 1]) for j in range(n.shape[1])]
         if any(slot is None for slot in slots) or not are_close(sum(slot for slot in slots if slot is not None), whole):
             return "the results of a row's experts are not added"
@@ -295,12 +297,53 @@ def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
         for shape in ((2, _ROWS // 2, width), (_ROWS, width)):
             reason = _ListTrial(twin, shared, notes, required, torch.randn(shape, generator=draw)).failure()
             if reason is None:
-                rows = notes.asked[0][1]  # a block may view its input as rows of another width
-                with torch.no_grad():
-                    return rows.shape[-1], shared(torch.zeros(1, rows.shape[-1])).shape[-1]
+                return _prove_members(members, shared, notes.asked[0][1].shape[-1])
             reasons.append(reason)
     told = [reason for reason in reasons if reason != _REFUSED]
     return told[0] if told else "its block is not called with one tensor"
+
+
+@torch.no_grad()
+def _prove_members(members: Sequence[nn.Module], shared: nn.Module, width: int) -> tuple[int, int] | str:
+    """Tests the members with other settings than the first, whose twin ``shared`` has passed the trial of the block.
+
+    Returns (``width``, width of results), or the reason for a refusal. ``width``: width of the experts' rows, which may
+    differ from the block's.
+    """
+    rows = torch.randn(6, width, generator=torch.Generator().manual_seed(3))
+    wanted: Tensor = shared.eval()(rows)
+    others = {forward_settings(each): each for each in reversed(members)}
+    others.pop(forward_settings(members[0]))
+    for each in others.values():
+        twin = copy.deepcopy(each, dict(zip(map(id, each.parameters()), shared.parameters(), strict=True)))
+        found, again = _answer(twin.eval(), rows), _answer(twin.train(), rows)
+        if found is None or again is None:
+            return "its members do not all take the same rows"
+        if any(one.shape != wanted.shape or one.dtype != wanted.dtype for one in (found, again)):
+            return "its members have results of different shapes or dtypes"
+        random = not are_close(_answer(twin, rows), again)
+        if not _is_by_rows(twin.eval(), width) or not (random or _is_by_rows(twin.train(), width)):
+            return _BY_ROWS
+    return width, wanted.shape[-1]
+
+
+def _answer(member: nn.Module, rows: Tensor) -> Tensor | None:
+    """Returns the result of a member, or None if it raises or returns anything but a tensor."""
+    try:
+        found: object = member(rows)
+    except Exception:  # any: it is code of the user with rows that it may not be made for
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
+def _is_by_rows(member: nn.Module, width: int) -> bool:
+    """Returns True if each row of the member's result depends on its row alone, and no rows give no rows."""
+    given = torch.randn(6, width, generator=torch.Generator().manual_seed(2))
+    some = torch.tensor([4, 1])
+    whole, empty, picked = (_answer(member, rows) for rows in (given, given[:0], given[some]))
+    if whole is None or empty is None or whole.dim() != 2 or empty.shape != whole[:0].shape:
+        return False
+    return are_close(picked, whole[some])
 
 
 class _Notes:
@@ -358,22 +401,14 @@ class _ListTrial:
         if not same or not all(torch.equal(a, b) for (_, a), (_, b) in zip(first, asked, strict=True)):
             return "the rows of an expert depend on the results of others"
         for _, rows in asked[:2]:
-            if rows.dim() < 2 or not self._by_rows(rows.reshape(-1, rows.shape[-1])):
-                return "a row's result depends on other rows"
+            if rows.dim() < 2 or not _is_by_rows(self._shared, rows.shape[-1]):
+                return _BY_ROWS
         answers = [self._shared(rows) * (1 + number / 8) for number, rows in asked]
         with _without_values(self._shared):
             again, _ = self._run(answers=answers)
         if again is None or not all(are_close(a, b) for a, b in zip(again, whole, strict=True)):
             return "its block does more with its experts than to call them"
         return None
-
-    def _by_rows(self, rows: Tensor) -> bool:
-        draw = torch.Generator().manual_seed(2)
-        given = torch.randn(6, rows.shape[-1], generator=draw)
-        whole, empty = self._shared(given), self._shared(given[:0])
-        some = torch.tensor([4, 1])
-        fits = isinstance(whole, Tensor) and whole.dim() == 2 and empty.shape == whole[:0].shape
-        return fits and are_close(self._shared(given[some]), whole[some])
 
     def _run(
         self, zeros: bool = False, answers: list[Tensor] | None = None

@@ -315,3 +315,46 @@ def test_members_may_have_results_of_another_width() -> None:
 )
 def test_each_rule_of_lists_refuses_its_trap(block: nn.Module, reason: str) -> None:
     assert prove_listed(block, "experts") == reason
+
+
+class Set(Member):
+    """Member that a setting changes."""
+
+    def __init__(self, setting: str = "") -> None:
+        super().__init__()
+        self.setting, self.drop = setting, nn.Dropout(0.5 if setting == "dropout" else 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        centered = self.setting == "centered" or (self.training and self.setting == "centered in training")
+        found = self.drop(super().forward(x - x.mean(0) if centered else x))
+        match self.setting:
+            case "scale":
+                return found * 3
+            case "double":
+                return found.double()
+            case "wide":
+                return torch.cat((found, found), -1)
+            case "raises":
+                raise ValueError(self.setting)
+        return found
+
+
+@pytest.mark.parametrize("setting", ["scale", "dropout"])
+def test_members_may_have_settings_of_their_own(setting: str) -> None:
+    settings = iter(("", setting, ""))
+    assert prove_listed(Heads(lambda: Set(next(settings))), "experts") == (WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("centered", "a row's result depends on other rows"),
+        ("centered in training", "a row's result depends on other rows"),
+        ("double", "its members have results of different shapes or dtypes"),
+        ("wide", "its members have results of different shapes or dtypes"),
+        ("raises", "its members do not all take the same rows"),
+    ],
+)
+def test_a_member_other_than_the_first_is_tried_too(setting: str, reason: str) -> None:
+    settings = iter(("", "", setting))
+    assert prove_listed(Heads(lambda: Set(next(settings))), "experts") == reason
