@@ -326,7 +326,7 @@ class Set(Member):
 
     def forward(self, x: Tensor) -> Tensor:
         centered = self.setting == "centered" or (self.training and self.setting == "centered in training")
-        found = self.drop(super().forward(x - x.mean(0) if centered else x))
+        found: Tensor = self.drop(super().forward(x - x.mean(0) if centered else x))
         match self.setting:
             case "scale":
                 return found * 3
