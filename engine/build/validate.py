@@ -48,6 +48,7 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
             "parameters, and the state of such an optimizer cannot be offloaded; leave offload_optimizer out, or "
             "leave the argument optimizer out and name AdamW in the section optimizer."
         )
+    _refuse_forms(model)
     _refuse_shared_memory(model)
     refuse_quantized(model)
     refuse_foreign_codes(model, config)
@@ -117,6 +118,23 @@ def _refuse_lazy(model: nn.Module) -> None:
             raise PlanError(
                 f"{name!r} has no shape before a first forward (a lazy layer); run one forward of the model on a "
                 "microbatch before engine.initialize."
+            )
+
+
+def _refuse_forms(model: nn.Module) -> None:
+    """Refuses tensors whose memory does not hold the value of each element: sparse, nested, or lazy views."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            form = "a nested tensor" if tensor.is_nested else f"a tensor of the layout {tensor.layout}"
+            raise PlanError(
+                f"{name!r} is {form}, but parameters and buffers must be dense; "
+                "register its dense parts, such as indices and values, and make the tensor from them in forward."
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            made, remedy = ("conjugate", "resolve_conj") if tensor.is_conj() else ("negative", "resolve_neg")
+            raise PlanError(
+                f"{name!r} is a lazy {made} of another tensor, whose values torch computes at each use; register "
+                f"{name}.{remedy}() in its place."
             )
 
 

@@ -207,6 +207,30 @@ def test_models_that_cannot_be_trained() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (
+            lambda x: x.to_sparse(),
+            "'table' is a tensor of the layout torch.sparse_coo, but parameters and buffers must be dense; register "
+            "its dense parts, such as indices and values, and make the tensor from them in forward.",
+        ),
+        (lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged), "'table' is a nested tensor, but"),
+        (
+            lambda x: torch.conj(x.to(torch.complex64)),
+            "'table' is a lazy conjugate of another tensor, whose values torch computes at each use; register "
+            "table.resolve_conj() in its place.",
+        ),
+        (lambda x: torch.conj(x.to(torch.complex64)).imag, "'table' is a lazy negative of another tensor, whose"),
+    ],
+    ids=["sparse", "nested", "conjugate", "negative"],
+)
+def test_buffers_whose_memory_holds_no_values_are_refused(form: Callable[[Tensor], Tensor], expected: str) -> None:
+    model = models.decoder()
+    model.register_buffer("table", form(torch.eye(3)))
+    assert message(lambda: engine.initialize(model, CONFIG, loss_fn=loss_sum), engine.PlanError).startswith(expected)
+
+
 def test_patterns_that_match_nothing() -> None:
     optimizer = {"type": "AdamW", "no_weight_decay": ["*.bia"], "groups": [{"params": ["heads.*"], "lr": 0.1}]}
     text = message(lambda: engine.initialize(models.decoder(), CONFIG | {"optimizer": optimizer}), engine.ConfigError)
