@@ -24,7 +24,7 @@ and are removed in the opposite order.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -99,22 +99,10 @@ class ForwardPatches:
             assert outer <= layer, f"{layer.name} is put on a {type(module).__name__} after {outer.name}, outside it"
             self._outermost[id(module)] = layer
         before, own = dict(vars(module)), type(module)
-        yield
-        after, made = vars(module), type(module)
-        changed = {
-            name: (before.get(name, _NOTHING), after.get(name, _NOTHING))
-            for name in before.keys() | after.keys()
-            if before.get(name, _NOTHING) is not after.get(name, _NOTHING)
-        }
-
-        def undo() -> None:
-            if type(module) is made:
-                module.__class__ = own
-            for name, (old, new) in changed.items():
-                if vars(module).get(name, _NOTHING) is new:
-                    _assign(module, name, old)
-
-        self._patches.append(Patch(module, layer, note, undo))
+        try:
+            yield
+        finally:  # a change that fails halfway comes off too
+            self._patches.append(Patch(module, layer, note, _undo(module, before, own)))
 
     def replace_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
         """Makes ``module(*args)`` call ``forward(module, *args)`` in place of the module's forward.
@@ -154,10 +142,14 @@ class ForwardPatches:
         return sorted((patch for patch in self._patches if patch.module is module), key=lambda patch: patch.layer)
 
     def remove(self) -> None:
-        """Removes all patches, the last one first."""
-        while self._patches:
-            self._patches.pop().undo()
-        self._outermost.clear()
+        """Removes all patches, the last one first. If the removal of some fails, removes the others and raises the last
+        error.
+        """
+        with ExitStack() as undone:
+            for patch in self._patches:
+                undone.callback(patch.undo)
+            self._patches = []
+            self._outermost.clear()
 
     def explain(self, model: nn.Module, name: str) -> list[str]:
         """Returns one line ``path: note`` for each patch on the module ``name``, its parents and its descendants.
@@ -193,6 +185,27 @@ def goes_through_class(module: nn.Module) -> bool:
     """Returns True if a call of ``module`` runs the forward of its class."""
     own = vars(module).get(_FORWARD)
     return own is None or getattr(own, _THROUGH_CLASS, False)
+
+
+def _undo(module: nn.Module, before: Mapping[str, Any], own: type) -> Callable[[], None]:
+    """Returns a function that takes the attributes of ``module`` back to ``before``, and its class to ``own``, unless
+    other code has assigned them again.
+    """
+    after, made = vars(module), type(module)
+    changed = {
+        name: (before.get(name, _NOTHING), after.get(name, _NOTHING))
+        for name in before.keys() | after.keys()
+        if before.get(name, _NOTHING) is not after.get(name, _NOTHING)
+    }
+
+    def undo() -> None:
+        if type(module) is made:
+            module.__class__ = own
+        for name, (old, new) in changed.items():
+            if vars(module).get(name, _NOTHING) is new:
+                _assign(module, name, old)
+
+    return undo
 
 
 def _assign(module: nn.Module, name: str, value: Any) -> None:

@@ -1,6 +1,7 @@
 """Patches go on from inside to outside, come off in the opposite order, and spare what others have put there."""
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,3 +87,32 @@ def test_calls_of_units_go_to_the_handler() -> None:
     assert patches.explain(block, "") == ["the model: is watched"]
     patches.remove()
     assert "forward" not in vars(block)
+
+
+def failing() -> None:
+    raise ValueError("of an undo")
+
+
+def test_patches_come_off_although_the_removal_of_one_fails() -> None:
+    block, patches = Block(), ForwardPatches()
+    attributes, removed = dict(vars(block)), list[str]()
+    patches.wrap_forward(block, PatchLayer.FP32, wrapped(block, 2), "doubles")
+    patches.own(block, PatchLayer.GATHER, partial(removed.append, "first"), "is removed last")
+    patches.own(block, PatchLayer.GATHER, failing, "cannot be removed")
+    patches.own(block, PatchLayer.GATHER, partial(removed.append, "second"), "is removed first")
+    with pytest.raises(ValueError, match="of an undo"):
+        patches.remove()
+    assert vars(block) == attributes and removed == ["second", "first"]
+    patches.remove()
+    patches.wrap_forward(block, PatchLayer.KERNEL, wrapped(block, 2), "starts again from inside")
+
+
+def test_a_change_that_fails_halfway_comes_off() -> None:
+    block, patches = Block(), ForwardPatches()
+    attributes = dict(vars(block))
+    with pytest.raises(ValueError, match="of an undo"), patches.changing(block, PatchLayer.TENSOR, "is another class"):
+        block.__class__ = Other
+        object.__setattr__(block, "mark", 1)
+        failing()
+    patches.remove()
+    assert type(block) is Block and vars(block) == attributes
