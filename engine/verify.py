@@ -303,7 +303,8 @@ def _worst(ours: Sequence[float], reference: Sequence[float]) -> float:
 def _distance(ours: Tensor, reference: Tensor) -> float:
     if not reference.numel():
         return 0.0
-    return float((ours.double() - reference.double()).abs().nan_to_num(nan=math.inf).max())
+    wide = torch.promote_types(reference.dtype, torch.float64)  # a complex number keeps its imaginary part
+    return float((ours.to(wide) - reference.to(wide)).abs().nan_to_num(nan=math.inf).max())
 
 
 def _largest(deviations: Iterable[float]) -> float:

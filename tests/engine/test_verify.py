@@ -32,3 +32,8 @@ def test_a_builder_that_sets_no_seed_is_built_alike() -> None:
 
     result = verify(build, config_for(1, 0), models.batches_for("nano", 16, 2))
     assert result is not None and result.holds(), str(result)
+
+
+def test_imaginary_parts_are_compared() -> None:
+    runs = [TrainingRecord((1.0,), (1.0,), {"w": torch.tensor([complex(1, part)])}) for part in (0.0, 1e-2)]
+    assert Parity(runs[0], runs[0]).holds() and not Parity(*runs).holds()
