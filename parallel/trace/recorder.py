@@ -248,13 +248,13 @@ class Recorder(TorchFunctionMode):
             yield
             return
         others = [tensor for tensor in operation.tensors if id(tensor) not in self.provenance.number]
-        self._weighed.update(self._twins.of(tensor).untyped_storage()._cdata for tensor in others)
+        twins = [twin for twin in map(self._twins.of, others) if twin.layout == torch.strided]
+        self._weighed.update(twin.untyped_storage()._cdata for twin in twins)
         sizes: list[int] = []
         weighed = self._weighed  # autograd keeps the hook alive, which must not keep the recorder and its graph alive
 
         def pack(saved: Tensor) -> Tensor:
-            storage = saved.untyped_storage()
-            if storage._cdata not in weighed:
+            if saved.layout == torch.strided and (storage := saved.untyped_storage())._cdata not in weighed:
                 weighed.add(storage._cdata)
                 sizes.append(storage.nbytes())
             return saved.detach()  # an output saved as it is would refer to its own node, and keep the graph

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.parallel.trace.model_trace import ModelTrace
+from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from tests.parallel.pipeline.zoo import hugging_face
 from tests.parallel.pipeline.zoo_wide import GROUPED
@@ -134,3 +134,23 @@ def test_kernels_that_are_not_torchs_get_dense_zeros() -> None:
     units = nn.Sequential(model, nn.Linear(2, 2))
     timeline = trace_model(units, lambda: F.mse_loss(units(torch.ones(3, 2)), torch.ones(3, 2)))
     assert timeline.values[0].shape == (3, 2)
+
+
+class Graph(nn.Module):
+    """Layers on the nodes of a graph, whose matrix is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges = torch.sparse_coo_tensor(torch.arange(6).expand(2, -1), torch.ones(6), (6, 6))
+        for layer in self.layers:
+            x = torch.sparse.mm(edges, layer(x)).relu()
+        return x.sum()
+
+
+def test_memory_is_weighed_beside_sparse_tensors() -> None:
+    model, material = Graph(), Material()
+    assert len(trace_model(model, lambda: model(torch.ones(6, 4)), material=material).calls) == 2
+    assert sum(material.kept_by_glue) >= 2 * 6 * 4 * 4
