@@ -268,11 +268,15 @@ class RankRuntime:
     def close(self) -> None:
         """Closes the optional features, removes the engine's patches from the model, and stops ZeRO 3's gathers.
 
-        Sharded parameters stay sharded.
+        An error of one of these does not stop the others; it is raised at the end. Sharded parameters stay sharded.
         """
-        for part in self.parts.having(StepPart.close):
-            part.close()
-        self.patches.remove()
+        with ExitStack() as closing:
+            closing.callback(self._leave)
+            closing.callback(self.patches.remove)
+            for part in reversed(self.parts.having(StepPart.close)):
+                closing.callback(part.close)
+
+    def _leave(self) -> None:
         if self.pipeline is not None:
             self.pipeline.absent.retire()
         if self.gatherer is not None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from engine.build import step_parts
 from engine.build.step_parts import PartRequest
 from engine.integrity.guard import Integrity
 from engine.models.decoder import loss_sum
+from engine.parallel.comm.threads import run_thread_ranks
+from engine.parallel.comm.world import World
 from engine.step.parts import PartOrder, StepPart, StepParts
 from engine.step.rank_parts import AverageOfWeights, EqualGradients, EqualWeights
 from engine.step.state import StepState, StepTotals
@@ -135,6 +138,36 @@ def test_a_phase_calls_the_parts_that_have_something_to_do_in_it() -> None:
     parts = StepParts([Idle(), counting])
     assert parts.having(StepPart.agreed) == (counting,) and parts.having(StepPart.scaled) == ()
     assert parts.find(Counting) is counting and parts.find(Integrity) is None
+
+
+class Failing(StepPart):
+    """Cannot close."""
+
+    order = PartOrder.COPIES
+
+    def close(self) -> None:
+        raise OSError("of a disk")
+
+
+def _closed_in_an_error(world: World) -> list[str]:
+    """Calls of the part after one that fails to close; the parameters are those of a closed engine."""
+    config = CONFIG | {"train_batch_size": 4, "zero_optimization": {"stage": 3}}
+    model, calls = models.decoder(), list[str]()
+    batch = {name: rows[2 * world.rank :][:2] for name, rows in _batches(1)[0].items()}
+    eng = engine.initialize(model, config, loss_sum, world=world)
+    eng.train_batch(batch)
+    assert eng._parts.built is not None
+    eng._parts.built.parts.add(Failing())
+    eng._parts.built.parts.add(Counting("late", PartOrder.AVERAGE, calls))
+    with pytest.raises(OSError, match="of a disk"):
+        eng.close()
+    with pytest.raises(engine.EngineError, match="its engine is closed"):
+        next(model.parameters()).sum()
+    return calls
+
+
+def test_a_part_that_fails_to_close_leaves_no_part_of_the_engine() -> None:
+    assert run_thread_ranks(2, _closed_in_an_error) == [["late close"]] * 2
 
 
 class Forwards(StepPart):
