@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -229,12 +230,15 @@ class StepReporter:
         self._callbacks.append(callback)
 
     def close(self) -> None:
-        """Closes all sinks (log files and connections) and the step profile."""
-        for sink in self._sinks:
-            sink.close()
-        self._sinks = ()
-        if self._profile is not None:
-            self._profile.close()
+        """Closes all sinks (log files and connections) and the step profile. An error of one does not keep others open;
+        it is raised at the end.
+        """
+        with ExitStack() as closing:
+            if self._profile is not None:
+                closing.callback(self._profile.close)
+            for sink in reversed(self._sinks):
+                closing.callback(sink.close)
+            self._sinks = ()
 
 
 class WeightsAndBiases:

@@ -188,6 +188,28 @@ def test_files_hold_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(shown) == 2 and f"entropy {reports[0].metrics['entropy']:.4g}" in shown[0]
 
 
+def test_a_sink_that_fails_to_close_leaves_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    class Sink:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def write(self, report: StepReport) -> None:
+            pass
+
+        def close(self) -> None:
+            closed.append(self.name)
+            if self.name == "first":
+                raise ConnectionError("of a server")
+
+    monkeypatch.setattr("engine.reporting.sinks.make_sinks", lambda config: [Sink("first"), Sink("second")])
+    eng = engine.initialize(models.decoder(), CONFIG, loss_fn=loss_sum)
+    with pytest.raises(ConnectionError, match="of a server"):
+        eng.close()
+    assert closed == ["first", "second"]
+
+
 def test_a_table_with_other_columns_is_not_mixed_up(tmp_path: Path) -> None:
     (tmp_path / "steps.csv").write_text("step,loss\n1,2\n")
     config = engine.load_config({"train_batch_size": 8, "monitor": {"csv": str(tmp_path / "steps.csv")}}, 1)
