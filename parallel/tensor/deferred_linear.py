@@ -210,7 +210,7 @@ def fused_activation(layer: nn.Module) -> Activation:
     that calls the activation's module next (``tensor_outside``).
     """
     kind: Activation | None = getattr(layer, "tensor_activation", None)
-    return "none" if kind is None or getattr(layer, "tensor_outside", False) else kind
+    return "none" if kind in (None, "none") or getattr(layer, "tensor_outside", False) else kind
 
 
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:

@@ -73,4 +73,15 @@ EXPERT_PLANS = (
         new="thin = False",
         tests=(f"{_THIN}::test_a_trial_of_wide_experts_needs_no_memory_of_their_size[grouped_mm]",),
     ),
+    Fault(
+        name="first-expert-proven-alone",
+        about="Experts of a list with settings of their own are shared, although they read all rows of a rank.",
+        file="parallel/experts/proof.py",
+        old="for each in others.values():",
+        new="for each in ():",
+        tests=(
+            "tests/parallel/experts/test_proof.py::test_a_member_other_than_the_first_is_tried_too[centered-a row's "
+            "result depends on other rows]",
+        ),
+    ),
 )

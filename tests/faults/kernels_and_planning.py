@@ -213,4 +213,15 @@ KERNELS_AND_PLANNING = (
         new="return step",
         tests=("tests/kernels/ops/test_adamw.py::test_100_steps_err_at_most_twice_as_much_as_torchs_fused_kernel",),
     ),
+    Fault(
+        name="fused-activation-skipped-outside",
+        about="A module that calls the activation of another one, fused into the layer before it, gets its input back.",
+        file="parallel/kernel_injection/replacements.py",
+        old="    if self.tensor_outside:\n",
+        new="    if False:\n",
+        tests=(
+            "tests/parallel/kernel_injection/test_inject.py::"
+            "test_calls_of_a_pair_from_outside_of_its_owner_compute_alone[activation before]",
+        ),
+    ),
 )
