@@ -119,14 +119,15 @@ def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> 
         _set(module, leaf, parameter)
     for module, leaf, tensor in given:
         full = made[id(tensor)]
-        is_buffer = leaf in module._buffers
-        if is_buffer:
-            _check_set(full, f"buffer {leaf!r} of {filling.name or 'the model'!r}")
+        written = full._version > before[id(tensor)]
+        if leaf in module._buffers:
+            if module._buffers[leaf] is full:  # else the initialisation has assigned another
+                _check_set(full, written, f"buffer {leaf!r} of {filling.name or 'the model'!r}")
             continue
         module._parameters[leaf] = tensor  # type: ignore[assignment]
         if id(tensor) in wanted and tensor.is_meta:
             name = wanted[id(tensor)]
-            _check_set(full, f"parameter {name!r}")
+            _check_set(full, written, f"parameter {name!r}")
             if filling.initialise is None and tensor._version > full._version - before[id(tensor)]:
                 lost.append(name)
             _become(tensor, keep(name, full.detach()))
@@ -151,19 +152,32 @@ def _set(module: nn.Module, leaf: str, tensor: Any) -> None:
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a full tensor filled with NaN or the least integer, values that :func:`_check_set` recognises as
-    unset."""
+    """Returns a full tensor filled with NaN, the least integer or, for booleans, another byte: values that
+    :func:`_check_set` recognises as unset.
+    """
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    if empty.is_floating_point():
+    if empty.is_floating_point() or empty.is_complex():
         empty.fill_(torch.nan)
-    elif not empty.is_complex() and empty.dtype != torch.bool:
+    elif empty.dtype == torch.bool:
+        empty.view(torch.uint8).fill_(_NO_BOOL)
+    else:
         empty.fill_(torch.iinfo(empty.dtype).min)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _check_set(tensor: Tensor, what: str) -> None:
-    if tensor.is_complex() or tensor.dtype == torch.bool:
-        return
-    unset = tensor.isnan() if tensor.is_floating_point() else tensor == torch.iinfo(tensor.dtype).min
+_NO_BOOL = 2
+"""Byte that no operation leaves in a boolean tensor."""
+
+
+def _check_set(tensor: Tensor, written: bool, what: str) -> None:
+    """Raises if an element of ``tensor`` is unset; ``written``: True if an operation has written into it."""
+    if written and tensor.dtype in (torch.uint8, torch.int8):
+        return  # their least integer is a usual value
+    if tensor.dtype == torch.bool:
+        unset = tensor.view(torch.uint8) == _NO_BOOL
+    elif tensor.is_floating_point() or tensor.is_complex():
+        unset = tensor.isnan()
+    else:
+        unset = tensor == torch.iinfo(tensor.dtype).min
     if bool(unset.any()):
         raise PlanError(f"{what} is on the meta device and {_NO_WAY}")

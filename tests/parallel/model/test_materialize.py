@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
+from engine.parallel.model.materialize import materialize
 from engine.verify import VerifyOptions, train_alone
 from tests import models
 from tests.engine.parity.test_axes import batches, config, loss_of, same, share
@@ -218,3 +219,35 @@ def test_writes_of_init_that_are_lost_on_the_meta_device_are_named(
     told = [one.getMessage() for one in caplog.records if "initialised by reset_parameters alone" in one.getMessage()]
     assert len(told) == scaled
     assert all(text.startswith("1 parameter(s), such as second.weight, ") for text in told)
+
+
+class Masked(nn.Module):
+    """Module with a buffer of a dtype, which its initialisation copies, assigns or leaves."""
+
+    mask: Tensor
+
+    def __init__(self, dtype: torch.dtype, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.register_buffer("mask", torch.ones(4, 4, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        made = torch.ones(4, 4).tril().to(self.mask.dtype)
+        if self.way == "copied":
+            self.mask.copy_(made)
+        elif self.way == "assigned":
+            self.mask = made
+
+
+@pytest.mark.parametrize("way", ["left", "copied", "assigned"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.uint8, torch.int64, torch.float32], ids=str)
+def test_buffers_of_every_dtype_are_set_or_refused(dtype: torch.dtype, way: str) -> None:
+    with torch.device("meta"):
+        model = Masked(dtype, way)
+    fill = partial(materialize, model, (), 1, torch.device("cpu"), lambda name, full: full)
+    if way == "left":
+        with pytest.raises(engine.PlanError, match="buffer 'mask' of 'the model' is on the meta device"):
+            fill()
+    else:
+        fill()
+        assert torch.equal(model.mask, torch.ones(4, 4).tril().to(dtype))
