@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.contents.local_tensors import Held
-from engine.checkpoint.format.host_image import as_bytes, in_batches, kind_of
+from engine.checkpoint.format.host_image import as_bytes, kind_of
 from engine.checkpoint.format.pieces import Piece
-from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.checkpoint.format.safetensors_file import TensorKind, in_batches
 from engine.checkpoint.format.step_reader import ReadRequest
 from engine.checkpoint.load import AT_ONCE, Loader, share_weights
 from engine.checkpoint.run_state import RunState

@@ -15,10 +15,10 @@ from engine.checkpoint.foreign import foreign_folder, open_foreign
 from engine.checkpoint.foreign.foreign_step import ForeignStep
 from engine.checkpoint.format.checked_blocks import Hashes
 from engine.checkpoint.format.filesystem import Files, remove_tree, resolved, write_new
-from engine.checkpoint.format.host_image import ImageMemory, in_batches, make_image, write_file
+from engine.checkpoint.format.host_image import ImageMemory, make_image, write_file
 from engine.checkpoint.format.manifest import CHECKSUMS, Manifest, StoredPiece, StoredTensor, hashes_file
 from engine.checkpoint.format.pieces import Part
-from engine.checkpoint.format.safetensors_file import INDEX, TensorKind
+from engine.checkpoint.format.safetensors_file import INDEX, TensorKind, in_batches
 from engine.checkpoint.format.step_folders import commit, make_run_folder, temporary, write_manifest
 from engine.checkpoint.format.step_reader import ReadRequest
 from engine.checkpoint.format.strict_json import dump
