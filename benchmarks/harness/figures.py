@@ -17,7 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -55,13 +55,22 @@ def record_cells(
     """
     with _alone(root):
         before = read(name, root) if _file(name, root).exists() else {"columns": [], "rows": {}}
-        rows = {row: dict(found) for row, found in before["rows"].items()}
-        for (row, column), text in cells.items():
-            rows.setdefault(row, {})[column] = text
-        columns = list(dict.fromkeys([*before["columns"], *(column for _, column in cells)]))
         source = _source() | dict(measured or {})
         earlier = _earlier(before, set(cells), source["commit"])
-        _write(name, {"corner": corner, "columns": columns, "rows": rows} | source | earlier, root)
+        _write(name, _with_cells(before, corner, cells) | source | earlier, root)
+
+
+def _with_cells(before: Mapping[str, Any], corner: str, cells: Cells) -> dict[str, Any]:
+    rows = {row: dict(found) for row, found in before["rows"].items()}
+    for (row, column), text in cells.items():
+        rows.setdefault(row, {})[column] = text
+    columns = list(dict.fromkeys([*before["columns"], *(column for _, column in cells)]))
+    return {"corner": corner, "columns": columns, "rows": rows}
+
+
+def render_cells(corner: str, cells: Cells, columns: Sequence[str] = ()) -> str:
+    """Formats cells as a Markdown table, in the order of the cells; ``columns``: first ones."""
+    return render(_with_cells({"columns": columns, "rows": {}}, corner, cells))
 
 
 def _earlier(figure: Mapping[str, Any], again: Set[tuple[str, str]], commit: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.figures import record_cells, render
+from benchmarks.harness.figures import record_cells, render_cells
 from benchmarks.offload.disk import disk_cells, disk_works
 from benchmarks.offload.steps import ENGINE_BYTES, RULE_BYTES, step_cells
 from benchmarks.offload.turns import Work, medians
@@ -52,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
     for name, corner, cells in _tables(asked):
-        rows = {row: {column: text for (at, column), text in cells.items() if at == row} for row, _ in cells}
-        print(render({"corner": corner, "columns": list(dict.fromkeys(column for _, column in cells)), "rows": rows}))
+        print(render_cells(corner, cells))
         if asked.write_figures:
             record_cells(name, corner, cells)
     return 0
