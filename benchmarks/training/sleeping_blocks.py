@@ -8,7 +8,6 @@ Sleeping ranks need no CPU, so that a small machine measures how long ranks wait
 import argparse
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 import engine
 from benchmarks.harness.figures import record_text
+from benchmarks.harness.startup import torchrun
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.parallel.pipeline.report.svg import svg
 from engine.parallel.pipeline.report.text import Panel, draw_panels
@@ -136,7 +136,8 @@ def main(command: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(command)
     if "RANK" not in os.environ:
-        return _launch(arguments)
+        told = ["--seconds", str(arguments.seconds), *["--write-figures"] * arguments.write_figures]
+        return subprocess.run(torchrun(RANKS, "benchmarks", "sleeping_blocks", *told), check=False).returncode
     lines = [
         "| schedule | idle, predicted | idle, measured | step, predicted | step, measured |",
         "|---|---|---|---|---|",
@@ -159,10 +160,3 @@ def main(command: Sequence[str] | None = None) -> int:
             (DRAWINGS / "timeline.svg").write_text(svg(panels), encoding="utf-8")
             record_text("timeline", f"{table}\n\n{verdict[0].upper()}{verdict[1:]}.")
     return 0 if passed else 1
-
-
-def _launch(arguments: argparse.Namespace) -> int:
-    """This command again, on every rank."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    told = ["--seconds", str(arguments.seconds), *(["--write-figures"] if arguments.write_figures else [])]
-    return subprocess.run([*launcher, "-m", "benchmarks", "sleeping_blocks", *told], check=False).returncode

@@ -10,7 +10,6 @@ Exit code 1 when a step of ranks that meet once exceeds 1.05 times the slowest r
 import argparse
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import engine
+from benchmarks.harness.startup import torchrun
 
 RANKS, BLOCKS, WIDTH = 3, 4, 64
 LIMIT = 1.05
@@ -110,9 +110,8 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="steps of each way")
     arguments = parser.parse_args(command)
     if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         told = ["--seconds", str(arguments.seconds), "--rounds", str(arguments.rounds)]
-        return subprocess.run([*launcher, "-m", "benchmarks", "uneven_work", *told], check=False).returncode
+        return subprocess.run(torchrun(RANKS, "benchmarks", "uneven_work", *told), check=False).returncode
     found = [each for way in WAYS for each in measure(way, arguments.seconds, arguments.rounds)]
     if int(os.environ["RANK"]) == 0:
         print("| way | work | slowest rank | step | ratio |", "|---|---|---|---|---|", *found, sep="\n")
