@@ -243,7 +243,7 @@ def _source() -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {"python": platform.python_version()}
-        | {name: found for name in VERSIONS if (found := _version(name))},
+        | {name: found for name in VERSIONS if (found := version_of(name))},
     }
 
 
@@ -258,7 +258,8 @@ def described_commit() -> str:
     return told.stdout.strip()
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """Returns the version of an installed package, "" if it is absent."""
     try:
         return version(name)
     except PackageNotFoundError:

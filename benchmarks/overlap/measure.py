@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from benchmarks.harness.budget import Budget
 from benchmarks.harness.worker import last_line
+from benchmarks.kernels.clock import nothing
 from benchmarks.kernels.trial import settle
 from benchmarks.overlap.cases import OverlapCase
 from benchmarks.overlap.places import Place
@@ -130,7 +131,7 @@ def _tune(trial: OverlapTrial, tile: Tile, sampling: Sampling) -> float | str:
     run = trial.ways(tile)["fused"]
 
     def taken() -> float:
-        samples = trial.place.clock.sample(_nothing, run, sampling.tuning)
+        samples = trial.place.clock.sample(nothing, run, sampling.tuning)
         trial.check()
         return median(samples)
 
@@ -153,7 +154,7 @@ def time_ways(trial: OverlapTrial, tile: Tile, sampling: Sampling, budget: Budge
                 continue
 
             def sampled(run: Run = runs[name], count: int = sampling.samples if turn else 2) -> list[float]:
-                taken = trial.place.clock.sample(_nothing, run, count)
+                taken = trial.place.clock.sample(nothing, run, count)
                 trial.check()
                 return taken
 
@@ -187,7 +188,3 @@ def _guarded(trial: OverlapTrial, name: str, work: Callable[[], Answer]) -> Answ
         told = last_line(error)
     settle(trial.place.device, name)
     return told
-
-
-def _nothing() -> None:
-    pass
