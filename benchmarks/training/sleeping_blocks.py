@@ -31,18 +31,25 @@ RANKS, MICROBATCHES, BLOCKS = 4, 8, 8
 
 
 class Sleep(torch.autograd.Function):
-    """Identity with a delay in forward and backward."""
+    """Identity with a delay in forward and backward; both are noted in ``asleep``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, backward_seconds: float) -> Tensor:
-        ctx.seconds = backward_seconds
-        time.sleep(seconds)
+    def forward(ctx: Any, x: Tensor, seconds: float, backward_seconds: float, asleep: list[float]) -> Tensor:
+        ctx.seconds, ctx.asleep = backward_seconds, asleep
+        _sleep(seconds, asleep)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return grad, None, None
+        _sleep(ctx.seconds, ctx.asleep)
+        return grad, None, None, None
+
+
+def _sleep(seconds: float, asleep: list[float]) -> None:
+    """Sleeps, and notes the seconds that it took: on a busy machine, more than asked for."""
+    began = time.perf_counter()
+    time.sleep(seconds)
+    asleep.append(time.perf_counter() - began)
 
 
 class Sleeper(nn.Module):
@@ -55,7 +62,7 @@ class Sleeper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes x [B, 4] -> [B, 4] after the delay."""
-        late: Tensor = Sleep.apply(x, self.seconds, self.backward_seconds)  # type: ignore[no-untyped-call]
+        late: Tensor = Sleep.apply(x, self.seconds, self.backward_seconds, [])  # type: ignore[no-untyped-call]
         out: Tensor = self.linear(late)
         return out
 
