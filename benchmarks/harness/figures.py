@@ -17,7 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -111,6 +111,12 @@ def render(figure: Mapping[str, Any]) -> str:
     lines = [f"| {figure['corner']} | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     lines += [f"| {row} | {' | '.join(cells.get(c, '') for c in columns)} |" for row, cells in figure["rows"].items()]
     return "\n".join(lines)
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Formats rows as a Markdown table; cells that the end of a row lacks are empty."""
+    filled = ([*row, *[""] * (len(headings) - len(row))] for row in (headings, ["---"] * len(headings), *rows))
+    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in filled)
 
 
 def section(figure: Mapping[str, Any]) -> str:
