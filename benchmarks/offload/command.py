@@ -24,7 +24,7 @@ from benchmarks.harness.figures import record_cells, render_cells
 from benchmarks.offload.disk import disk_cells, disk_works, host_optimizer, update
 from benchmarks.offload.steps import ENGINE_BYTES, RULE_BYTES, step_cells
 from benchmarks.offload.turns import Work, medians
-from benchmarks.peers.cpu_adam import make_cpu_adam
+from benchmarks.peers.zero_offload import make_cpu_adam
 from engine.kernels.optim.host_update import CompileError, library, update_adam_
 from engine.kernels.optim.update_rules import AdamRule
 
