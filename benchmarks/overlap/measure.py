@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from benchmarks.harness.budget import Budget
 from benchmarks.harness.worker import last_line
+from benchmarks.kernels.cases.case import short
 from benchmarks.kernels.clock import nothing
 from benchmarks.kernels.trial import settle
 from benchmarks.overlap.cases import OverlapCase
@@ -79,7 +80,7 @@ def run_case(case: OverlapCase, place: Place, seconds: float, sampling: Sampling
 
 def describe(case: OverlapCase) -> dict[str, Any]:
     """Returns the description of a case as a JSON object."""
-    row = asdict(case) | {"name": case.name, "dtype": str(case.dtype).removeprefix("torch.")}
+    row = asdict(case) | {"name": case.name, "dtype": short(case.dtype)}
     del row["tiles"]
     return row | {"sizes": case.sizes._asdict()}
 
