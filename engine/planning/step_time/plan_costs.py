@@ -166,7 +166,7 @@ def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample:
     return RankMemory(
         parameters=state["parameters"] + state["frozen parameters"] + state.get("secondary shards", 0),
         gradients=state["gradients"] + state.get("error feedback", 0),
-        optimizer=state["master"] + state["optimizer"],
+        optimizer=state["master"] + state["optimizer"] + state.get("average", 0),
         activations=activations,
         buffers=buffers,
         communication=axes * CHANNEL_BYTES,
