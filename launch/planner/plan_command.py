@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.config import Config, load_config
@@ -389,6 +390,24 @@ def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -
     }
 
 
+MOMENTS: Mapping[str, float] = MappingProxyType({"Lion": 4, "Muon": 4, "AdamW8bit": 2, "Adafactor": 0})
+"""Type of an optimizer -> bytes of its state for each parameter, if it has no two moments in fp32."""
+
+
+def optimizer_bytes(config: Config) -> float:
+    """Returns the bytes of optimizer state in GPU memory for each trained parameter, with master and average, in fp32.
+
+    They are those of the largest of several optimizers; offload moves a fraction of them to the host.
+    """
+    moments = [
+        4.0 * bool(entry.params["momentum"]) if "momentum" in entry.params else MOMENTS.get(entry.type, 8.0)
+        for entry in (config.optimizer.entries if config.optimizer is not None else ())
+    ]
+    offload = config.zero_optimization.offload_optimizer
+    hosted = 0.0 if offload.device == "none" else 1.0 if offload.ratio == "auto" else offload.ratio
+    return (1 - hosted) * (4 + max(moments, default=8.0) + 4 * (config.ema is not None))
+
+
 class _Model:
     """Model that is built when first needed: known sizes need no torch."""
 
@@ -431,9 +450,12 @@ class _Model:
 
     def workload(self, config: Config | None) -> Workload:
         """Returns the workload, from its sizes or from a forward on shapes."""
+        config = config or load_config(settings_of(TrainingLayout()), 1)
+        return replace(self._traced(config), optimizer_bytes=optimizer_bytes(config))
+
+    def _traced(self, config: Config) -> Workload:
         if self.asked.model.shape is not None:
             return self.asked.model.shape.workload()
-        config = config or load_config(settings_of(TrainingLayout()), 1)
         dtypes = config.bf16.enabled, config.fp16.enabled, config.torch_autocast.enabled, tuple(config.keep_fp32)
         if dtypes not in self._workloads:
             with say_if_slow("a forward of the model on shapes", 0, SLOW_SECONDS):

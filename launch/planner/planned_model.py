@@ -176,7 +176,8 @@ class PlannedModel:
 
     def workload(self, config: Config) -> Workload:
         """Returns the model's FLOPs and tensor sizes for the cost model, traced in one forward without data."""
-        return traced_workload(self._program(config), self.row)
+        with as_trainable(self.model, self.request(config).included):
+            return traced_workload(self._program(config), self.row)
 
     def _search(self, config: Config) -> FoundStyles:
         """Searches the tensor plan of a configuration; rows of a microbatch and other axes do not change it."""

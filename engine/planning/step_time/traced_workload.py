@@ -106,6 +106,7 @@ def traced_workload(program: Program, row: Batch) -> Workload:
     with calls_of_modules(called):
         counts, kept = _counted(program, row, called)
     parameters = float(sum(parameter.numel() for parameter in model.parameters()))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     blocks, inside = _blocks(model, called)
     every, width = blocks * tokens, counts.usual_width()
     return Workload(
@@ -132,6 +133,7 @@ def traced_workload(program: Program, row: Batch) -> Workload:
         outer_parameters=parameters - inside,
         experts=_experts(model, blocks),
         keys=counts.keys / every,
+        trained=trained / max(1.0, parameters),
     )
 
 

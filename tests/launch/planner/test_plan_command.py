@@ -103,6 +103,30 @@ def test_a_folder_alone(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert config.dp * config.tp * config.pp == 16 and config.train_batch_size == (1 << 22) // 32
 
 
+@pytest.mark.parametrize(
+    ("settings", "bytes_of_each"),
+    [
+        ({}, 12),
+        ({"optimizer": {"type": "SGD"}}, 4),
+        ({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, 8),
+        ({"optimizer": [{"type": "Lion", "match": ["a"]}, {"type": "Adafactor"}], "ema": {"decay": 0.9}}, 12),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 0),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.25}}}, 9),
+    ],
+)
+def test_closed_forms_have_the_state_of_the_configuration(settings: dict[str, Any], bytes_of_each: float) -> None:
+    assert plan_command.optimizer_bytes(load_config({"train_batch_size": 1, **settings}, 1)) == bytes_of_each
+
+
+@pytest.mark.long
+def test_a_search_knows_what_the_host_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--layers", 8, "--width", 2048, "--heads", 16, "--context", 256, "--memory", 5, "--world", 1)
+    offloaded = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "run.json").write_text(json.dumps(GRID | {"parallel": {}, "zero_optimization": offloaded}))
+    found = planned(capsys, tmp_path / "run.json", *sizes, "--search", "--estimate", "--top", 1)
+    assert found["finalists"][0]["fits"]
+
+
 @pytest.mark.long
 def test_the_built_in_decoder_prints_the_plan_and_its_costs(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--layers", 2, "--width", 64, "--heads", 2, "--context", 32, "--vocabulary", 64)

@@ -1,6 +1,7 @@
 """Costs of a whole plan: states are its own, ranks differ by stage, tensor groups that cross nodes have a price."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import load_config
+from engine.config.sections import EmaConfig
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.parallel.grid import Coord
 from engine.planning.analysis import PlanRequest
+from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.hardware import load_gpu
+from engine.planning.cost_model.layout import TrainingLayout
 from engine.planning.cost_model.workload import DecoderShape, Workload
 from engine.planning.plan import Plan, build_plan
 from engine.planning.step_time.plan_costs import plan_costs, planned_layout
@@ -80,6 +85,30 @@ def test_a_run_notes_a_tensor_group_that_crosses(node: int | None, noted: int) -
 def test_sharded_parameters_are_gathered_into_buffers() -> None:
     whole, sharded = (plan_costs(planned(1, 4, 1, stage), SHAPE.workload(), GPU, 4).memory[0] for stage in (1, 3))
     assert sharded.buffers > whole.buffers and sharded.parameters * 4 == pytest.approx(whole.parameters, rel=0.02)
+
+
+def test_an_average_of_weights_takes_memory() -> None:
+    plan, average = planned(1, 2, 1), 4 * sum(bucket.elements for bucket in planned(1, 2, 1).layout(Coord()).buckets)
+    averaged = replace(plan, config=replace(plan.config, ema=EmaConfig()))
+    without, found = (plan_costs(each, SHAPE.workload(), GPU, 4).memory[0] for each in (plan, averaged))
+    assert found.optimizer - without.optimizer == average / 2  # of two data ranks
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("blocks.3."))
+    return model
+
+
+def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
+    ids = torch.empty((1, 32), dtype=torch.int64, device="meta")
+    whole, part = (traced_workload(program(each), {"input_ids": ids, "labels": ids}) for each in (lambda m: m, frozen))
+    model = StepModel(part, GPU, 1), StepModel(replace(part, optimizer_bytes=0.0), GPU, 1)
+    found, hosted = (each.estimate(TrainingLayout()).memory for each in model)
+    trained = part.trained * part.parameters
+    assert whole.trained == 1.0 and trained == pytest.approx(part.block_parameters)
+    assert (found.gradients, found.optimizer) == pytest.approx((4 * trained, 12 * trained))
+    assert found.parameters == 2 * part.parameters and hosted.optimizer == 0.0
 
 
 def test_a_traced_workload_is_that_of_the_sizes() -> None:
