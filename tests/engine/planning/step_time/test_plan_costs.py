@@ -94,6 +94,32 @@ def test_an_average_of_weights_takes_memory() -> None:
     assert found.optimizer - without.optimizer == average / 2  # of two data ranks
 
 
+def states(world: int, optimizer: list[dict[str, Any]], **parallel: int) -> tuple[Plan, list[int]]:
+    """A plan with ZeRO 1, and the bytes of optimizer state of every rank."""
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(layers=2, width=64, heads=4, context=32))
+    settings = {"train_micro_batch_size_per_gpu": 2, "parallel": parallel, "optimizer": optimizer}
+    config = load_config({**settings, "zero_optimization": {"stage": 1}}, world)
+    ids = torch.empty((2, 32), dtype=torch.int64, device="meta")
+    own = Program(model, loss_sum, make_precision(config, model), torch.device("cpu"))
+    plan = build_plan(config, PlanRequest(own, {"input_ids": ids, "labels": ids}))
+    return plan, [plan.rank(rank).state_bytes["optimizer"] for rank in range(world)]
+
+
+def test_context_ranks_have_the_shares_of_data_ranks() -> None:
+    two = [{"type": "SGD", "match": ["blocks.*"]}, {"type": "AdamW"}]
+    (_, context), (_, data) = states(4, two, context=2), states(4, two)
+    assert context == data and len(set(data)) > 1
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Shampoo"])
+def test_memory_is_that_of_the_fullest_data_rank(kind: str) -> None:
+    names = ["blocks.*.weight"] if kind == "Shampoo" else ["head.*", "tokens.*", "blocks.1.*"]
+    plan, held = states(8, [{"type": kind, "match": names}, {"type": "AdamW"}])
+    (memory,) = plan_costs(plan, SHAPE.workload(), GPU, 8).memory
+    assert memory.optimizer == max(held) > held[0]
+
+
 def frozen(model: nn.Module) -> nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("blocks.3."))
