@@ -397,6 +397,15 @@ def test_the_longest_row_of_a_folder(
     assert "note: the model declares 64 positions" in shown
 
 
+def test_rows_that_nothing_reads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(GRID))
+    given = (tmp_path / "run.json", "--world", 8, "--batch", 64)
+    assert refused(capsys, *given).startswith("--batch 64 is given, but a step of the configuration has 8 rows;")
+    assert "leave one of them out" in refused(capsys, "--world", 8, "--batch", 64, "--longest")
+    options = make_parser().parse_args(["plan", *map(str, given), "--search"])
+    assert read_request(options).rows == 64
+
+
 def test_a_longest_row_has_its_mistakes_in_a_sentence(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "leave one of them out" in refused(capsys, llama, "--world", 2, "--longest", "--search")
     assert "no layout on 2 GPUs fits" in refused(capsys, llama, "--world", 2, "--longest", "--memory", 1, "--estimate")
