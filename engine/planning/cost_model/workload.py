@@ -95,6 +95,8 @@ class Workload:
     """Experts of a block, included in its parameters; None for a dense model."""
     keys: float = 0.0
     """Total width of keys and values in a block."""
+    itemsize: int = 2
+    """Bytes of an element of an activation in the byte counts."""
     trained: float = 1.0
     """Share of the parameters that are trained; the others are frozen."""
     optimizer_bytes: float = 12.0

@@ -152,7 +152,7 @@ def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roof
 def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample: BlockSample | None) -> RankMemory:
     coord = Coord(pp=pp)
     state = _fullest_state(plan, pp)
-    wide = 1 if plan.precision.compute is not None and plan.precision.compute.itemsize == 2 else 2
+    wide = plan.precision.itemsize / work.itemsize
     kept, logits, again = working_bytes(work, layout, EngineTraits())
     kept, again = (wide * kept, wide * again) if sample is None else (sample.kept * layout.micro, wide * again)
     blocks, live = _blocks(plan, work, pp), peak_live(plan.schedule)[pp]

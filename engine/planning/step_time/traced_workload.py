@@ -133,6 +133,7 @@ def traced_workload(program: Program, row: Batch) -> Workload:
         outer_parameters=parameters - inside,
         experts=_experts(model, blocks),
         keys=counts.keys / every,
+        itemsize=program.precision.itemsize,
         trained=trained / max(1.0, parameters),
     )
 

@@ -137,6 +137,17 @@ def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
     assert found.parameters == 2 * part.parameters and hosted.optimizer == 0.0
 
 
+def test_activations_of_a_traced_workload_are_in_the_dtype_of_its_run() -> None:
+    ids, memories = torch.empty((2, 32), dtype=torch.int64, device="meta"), []
+    for bf16 in (True, False):
+        config = load_config({"train_batch_size": 2, "bf16": {"enabled": bf16}, "optimizer": {"type": "AdamW"}}, 1)
+        own = replace(program(), precision=make_precision(config, program().model))
+        plan = build_plan(config, PlanRequest(own, {"input_ids": ids, "labels": ids}))
+        work = traced_workload(own, {"input_ids": ids, "labels": ids})
+        memories.append(plan_costs(plan, work, GPU, 1).memory[0].activations)
+    assert memories[0] < memories[1] <= 2 * memories[0]
+
+
 def test_a_traced_workload_is_that_of_the_sizes() -> None:
     ids = torch.empty((1, 32), dtype=torch.int64, device="meta")
     found: Workload = traced_workload(program(), {"input_ids": ids, "labels": ids})
