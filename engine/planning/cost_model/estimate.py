@@ -158,7 +158,7 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
     buffers = max(last, again) + message_buffers(work, layout, stage)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     return RankMemory(
-        parameters=2 * held.over(layout, layout.stage == 3),
+        parameters=2 * held.over(layout, layout.stage == 3) + work.buffer_bytes,
         gradients=traits.gradient_bytes * work.trained * held.over(layout, layout.keeps_gradient_shards),
         optimizer=work.optimizer_bytes * work.trained * held.over(layout, layout.stage > 0),
         activations=activations,

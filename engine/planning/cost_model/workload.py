@@ -97,6 +97,8 @@ class Workload:
     """Total width of keys and values in a block."""
     itemsize: int = 2
     """Bytes of an element of an activation in the byte counts."""
+    buffer_bytes: float = 0.0
+    """Bytes of module buffers, which every rank has."""
     trained: float = 1.0
     """Share of the parameters that are trained; the others are frozen."""
     optimizer_bytes: float = 12.0

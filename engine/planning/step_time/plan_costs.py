@@ -164,7 +164,10 @@ def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample:
     buffers = max(last, again) + _gathered(plan, coord) + (exchanged.round if exchanged is not None else 0.0)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     return RankMemory(
-        parameters=state["parameters"] + state["frozen parameters"] + state.get("secondary shards", 0),
+        parameters=state["parameters"]
+        + state["frozen parameters"]
+        + state.get("secondary shards", 0)
+        + round(work.buffer_bytes),
         gradients=state["gradients"] + state.get("error feedback", 0),
         optimizer=state["master"] + state["optimizer"] + state.get("average", 0),
         activations=activations,

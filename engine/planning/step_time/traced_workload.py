@@ -107,6 +107,7 @@ def traced_workload(program: Program, row: Batch) -> Workload:
         counts, kept = _counted(program, row, called)
     parameters = float(sum(parameter.numel() for parameter in model.parameters()))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    dtypes = ((program.precision.buffer(name, buffer.dtype), buffer) for name, buffer in model.named_buffers())
     blocks, inside = _blocks(model, called)
     every, width = blocks * tokens, counts.usual_width()
     return Workload(
@@ -134,6 +135,7 @@ def traced_workload(program: Program, row: Batch) -> Workload:
         experts=_experts(model, blocks),
         keys=counts.keys / every,
         itemsize=program.precision.itemsize,
+        buffer_bytes=float(sum(dtype.itemsize * buffer.numel() for dtype, buffer in dtypes)),
         trained=trained / max(1.0, parameters),
     )
 

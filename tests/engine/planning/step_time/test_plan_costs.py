@@ -126,6 +126,23 @@ def frozen(model: nn.Module) -> nn.Module:
     return model
 
 
+def with_table(model: nn.Module) -> nn.Module:
+    model.register_buffer("table", torch.empty(1000, 3, device="meta"))
+    return model
+
+
+def test_buffers_of_modules_take_memory() -> None:
+    ids = torch.empty((1, 32), dtype=torch.int64, device="meta")
+    plain, table = (
+        traced_workload(program(each), {"input_ids": ids, "labels": ids}) for each in (lambda m: m, with_table)
+    )
+    for memory_of in (
+        lambda work: plan_costs(planned(1, 2, 1), work, GPU, 4).memory[0],
+        lambda work: StepModel(work, GPU, 4).estimate(TrainingLayout()).memory,
+    ):
+        assert memory_of(table).parameters - memory_of(plain).parameters == 4 * 3000
+
+
 def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
     ids = torch.empty((1, 32), dtype=torch.int64, device="meta")
     whole, part = (traced_workload(program(each), {"input_ids": ids, "labels": ids}) for each in (lambda m: m, frozen))
