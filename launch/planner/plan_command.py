@@ -359,13 +359,30 @@ def _write(path: Any, settings: dict[str, Any]) -> None:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}; give another path.") from None
 
 
+LEAST_STAGES: Mapping[str, int] = MappingProxyType({
+    "reduce": 2, "gather": 3, "keep_gathered_bytes": 3, "zero_hpz_partition_size": 3, "shard_size": 1,
+    "zero_quantized_weights": 1, "zero_quantized_weights_bits": 1, "zero_quantized_gradients": 1,
+    "zero_quantized_gradients_bits": 1, "zero_gradient_error_feedback": 1, "zero_quantized_block_size": 1,
+})  # fmt: skip
+"""Key of ``zero_optimization`` -> lowest ZeRO stage that accepts it."""
+
+
+def _of_stage(zero: Mapping[str, Any], layout: TrainingLayout) -> dict[str, Any]:
+    """Returns the keys of a section that the ZeRO stage and the data ranks of ``layout`` accept."""
+    kept = {key: value for key, value in zero.items() if LEAST_STAGES.get(key, 0) <= layout.stage}
+    size = kept.get("shard_size")
+    if isinstance(size, int) and size > 0 and layout.dp % size:
+        del kept["shard_size"]
+    return kept
+
+
 def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns an engine configuration for ``layout``. All other keys come from ``base``, or from a default with bf16
     and AdamW.
     """
     given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
     parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp, "order": layout.order}
-    more: dict[str, Any] = {"expert": layout.ep} if layout.ep > 1 else {}
+    more: dict[str, Any] = {"expert": layout.ep} if layout.ep > 1 or "expert" in given.get("parallel", {}) else {}
     if layout.cp > 1 or "context" in given.get("parallel", {}):
         more["context"] = layout.cp
     if layout.tp > 1:
@@ -382,7 +399,7 @@ def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -
         "train_micro_batch_size_per_gpu": layout.micro,
         "gradient_accumulation_steps": layout.microbatches,
         "parallel": {**given.get("parallel", {}), **parallel, **more},
-        "zero_optimization": {**given.get("zero_optimization", {}), **zero},
+        "zero_optimization": {**_of_stage(given.get("zero_optimization", {}), layout), **zero},
         "activation_checkpointing": {
             "mode": layout.recomputation,
             **({"inputs": "host"} if layout.inputs == "host" else {}),

@@ -402,7 +402,7 @@ class SampledBlocks:
         if run is None or short is None:
             return None
         alone = replace(
-            layout, dp=1, pp=1, stage=0, reduction="step", micro=1, microbatches=1, schedule="1f1b", virtual=1
+            layout, dp=1, pp=1, ep=1, stage=0, reduction="step", micro=1, microbatches=1, schedule="1f1b", virtual=1
         )
         try:
             config = self._config_of(alone)

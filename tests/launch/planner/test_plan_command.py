@@ -16,8 +16,10 @@ import pytest
 from engine.config import load_config
 from engine.launch.cli import main, make_parser
 from engine.launch.planner import plan_command, planned_model
+from engine.launch.planner.plan_command import settings_of
 from engine.launch.planner.plan_report import setting_text
 from engine.launch.planner.plan_request import ModelSource, read_request
+from engine.planning.cost_model.layout import TrainingLayout
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -116,6 +118,26 @@ def test_a_folder_alone(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 )
 def test_closed_forms_have_the_state_of_the_configuration(settings: dict[str, Any], bytes_of_each: float) -> None:
     assert plan_command.optimizer_bytes(load_config({"train_batch_size": 1, **settings}, 1)) == bytes_of_each
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "least"),
+    [
+        ("zero_optimization", "reduce", "microbatch", 4),
+        ("zero_optimization", "gather", "step", 3),
+        ("zero_optimization", "zero_hpz_partition_size", 2, 3),
+        ("zero_optimization", "zero_quantized_gradients", True, 1),
+        ("zero_optimization", "shard_size", 4, 1),
+        ("parallel", "expert", 2, 4),
+    ],
+)
+def test_a_layout_takes_what_it_accepts_of_a_configuration(section: str, key: str, value: Any, least: int) -> None:
+    base = {"optimizer": {"type": "AdamW"}, section: {key: value}}
+    for stage in range(4):
+        settings = settings_of(TrainingLayout(dp=4, stage=stage), base)
+        assert (settings[section].get(key) == value) == (stage >= least)
+        assert load_config(settings, 4).parallel.expert == 1
+    assert "shard_size" not in settings_of(TrainingLayout(dp=2, tp=2, stage=1), base)["zero_optimization"]
 
 
 @pytest.mark.long
