@@ -107,7 +107,7 @@ def states(world: int, optimizer: list[dict[str, Any]], **parallel: int) -> tupl
 
 
 def test_context_ranks_have_the_shares_of_data_ranks() -> None:
-    two = [{"type": "SGD", "match": ["blocks.*"]}, {"type": "AdamW"}]
+    two: list[dict[str, Any]] = [{"type": "SGD", "match": ["blocks.*"]}, {"type": "AdamW"}]
     (_, context), (_, data) = states(4, two, context=2), states(4, two)
     assert context == data and len(set(data)) > 1
 
@@ -136,11 +136,14 @@ def test_buffers_of_modules_take_memory() -> None:
     plain, table = (
         traced_workload(program(each), {"input_ids": ids, "labels": ids}) for each in (lambda m: m, with_table)
     )
-    for memory_of in (
-        lambda work: plan_costs(planned(1, 2, 1), work, GPU, 4).memory[0],
-        lambda work: StepModel(work, GPU, 4).estimate(TrainingLayout()).memory,
-    ):
-        assert memory_of(table).parameters - memory_of(plain).parameters == 4 * 3000
+    found = [
+        (
+            plan_costs(planned(1, 2, 1), work, GPU, 4).memory[0].parameters,
+            StepModel(work, GPU, 4).estimate(TrainingLayout()).memory.parameters,
+        )
+        for work in (plain, table)
+    ]
+    assert [more - less for less, more in zip(*found, strict=True)] == [4 * 3000] * 2
 
 
 def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
