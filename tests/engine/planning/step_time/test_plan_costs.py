@@ -94,12 +94,15 @@ def test_an_average_of_weights_takes_memory() -> None:
     assert found.optimizer - without.optimizer == average / 2  # of two data ranks
 
 
-def states(world: int, optimizer: list[dict[str, Any]], **parallel: int) -> tuple[Plan, list[int]]:
+def states(
+    world: int, optimizer: list[dict[str, Any]], offload: dict[str, Any] | None = None, **parallel: int
+) -> tuple[Plan, list[int]]:
     """A plan with ZeRO 1, and the bytes of optimizer state of every rank."""
     with torch.device("meta"):
         model = Decoder(DecoderConfig(layers=2, width=64, heads=4, context=32))
     settings = {"train_micro_batch_size_per_gpu": 2, "parallel": parallel, "optimizer": optimizer}
-    config = load_config({**settings, "zero_optimization": {"stage": 1}}, world)
+    zero = {"stage": 1} if offload is None else {"stage": 1, "offload_optimizer": offload, "reduce_bucket_size": 30_000}
+    config = load_config({**settings, "zero_optimization": zero}, world)
     ids = torch.empty((2, 32), dtype=torch.int64, device="meta")
     own = Program(model, loss_sum, make_precision(config, model), torch.device("cpu"))
     plan = build_plan(config, PlanRequest(own, {"input_ids": ids, "labels": ids}))
@@ -124,6 +127,13 @@ def frozen(model: nn.Module) -> nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("blocks.3."))
     return model
+
+
+def test_a_memory_limit_holds_on_every_data_rank() -> None:
+    both = [{"type": "SGD", "match": ["head.*", "tokens.*", "blocks.1.*"]}, {"type": "AdamW"}]
+    limit = 1_150_000
+    plan, _ = states(8, both, {"device": "cpu", "ratio": "auto", "memory_limit": limit / 2**30})
+    assert max(sum(plan.rank(rank).state_bytes.values()) for rank in range(8)) <= limit
 
 
 def with_table(model: nn.Module) -> nn.Module:
