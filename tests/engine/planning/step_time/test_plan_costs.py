@@ -130,7 +130,7 @@ def frozen(model: nn.Module) -> nn.Module:
 
 
 def test_a_memory_limit_holds_on_every_data_rank() -> None:
-    both = [{"type": "SGD", "match": ["head.*", "tokens.*", "blocks.1.*"]}, {"type": "AdamW"}]
+    both: list[dict[str, Any]] = [{"type": "SGD", "match": ["head.*", "tokens.*", "blocks.1.*"]}, {"type": "AdamW"}]
     limit = 1_150_000
     plan, _ = states(8, both, {"device": "cpu", "ratio": "auto", "memory_limit": limit / 2**30})
     assert max(sum(plan.rank(rank).state_bytes.values()) for rank in range(8)) <= limit
