@@ -411,7 +411,7 @@ MOMENTS: Mapping[str, float] = MappingProxyType({"Lion": 4, "Muon": 4, "AdamW8bi
 """Type of an optimizer -> bytes of its state for each parameter, if it has no two moments in fp32."""
 
 
-def optimizer_bytes(config: Config) -> float:
+def element_state_bytes(config: Config) -> float:
     """Returns the bytes of optimizer state in GPU memory for each trained parameter, with master and average, in fp32.
 
     They are those of the largest of several optimizers; offload moves a fraction of them to the host.
@@ -468,7 +468,7 @@ class _Model:
     def workload(self, config: Config | None) -> Workload:
         """Returns the workload, from its sizes or from a forward on shapes."""
         config = config or load_config(settings_of(TrainingLayout()), 1)
-        return replace(self._traced(config), optimizer_bytes=optimizer_bytes(config))
+        return replace(self._traced(config), optimizer_bytes=element_state_bytes(config))
 
     def _traced(self, config: Config) -> Workload:
         if self.asked.model.shape is not None:

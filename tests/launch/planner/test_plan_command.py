@@ -117,7 +117,7 @@ def test_a_folder_alone(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     ],
 )
 def test_closed_forms_have_the_state_of_the_configuration(settings: dict[str, Any], bytes_of_each: float) -> None:
-    assert plan_command.optimizer_bytes(load_config({"train_batch_size": 1, **settings}, 1)) == bytes_of_each
+    assert plan_command.element_state_bytes(load_config({"train_batch_size": 1, **settings}, 1)) == bytes_of_each
 
 
 @pytest.mark.parametrize(
