@@ -108,7 +108,7 @@ class PlannedModel:
             if needs_profiling(config):
                 device = torch.device(find_accelerator() or "cpu")
                 costs = profile_run(program, example, config, stages_wanted(config), device)
-            found = self._search(config) if needs_search(config) else None
+            found = self._search(config, program) if needs_search(config) else None
             plan = build_plan(config, PlanRequest(program, example, costs=costs, found=found, card=self.card))
         if styles is None:
             return plan
@@ -149,7 +149,9 @@ class PlannedModel:
         """
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)
-        return replace(self, model=shorter, styles=_present(shorter, self._search(config).patterns))
+        return replace(
+            self, model=shorter, styles=_present(shorter, self._search(config, self._program(config)).patterns)
+        )
 
     def with_rows_of(self, length: int) -> "PlannedModel":
         """Returns a copy of this object with an example row of ``length`` tokens."""
@@ -176,12 +178,13 @@ class PlannedModel:
 
     def workload(self, config: Config) -> Workload:
         """Returns the model's FLOPs and tensor sizes for the cost model, traced in one forward without data."""
+        program = self._program(config)  # reads what is frozen
         with as_trainable(self.model, self.request(config).included):
-            return traced_workload(self._program(config), self.row)
+            return traced_workload(program, self.row)
 
-    def _search(self, config: Config) -> FoundStyles:
+    def _search(self, config: Config, program: Program) -> FoundStyles:
         """Searches the tensor plan of a configuration; rows of a microbatch and other axes do not change it."""
-        program, parallel = self._program(config), config.parallel
+        parallel = config.parallel
         key = config.tp, parallel.sequence_parallel, parallel.tensor_proof, program.precision
         if key not in self.searched:
             example = self.example(config.micro)
