@@ -153,7 +153,7 @@ def _of_call(call: "ScriptCall", name: str, config: Config) -> StepSubject:
     if rows is None:
         raise PlanError(f"MODEL {name} passes no batch to its engine; pass example_batch to engine.initialize.")
     model = call.model if isinstance(call.model, nn.Module) else build_named(name, call.model)
-    rule = BatchRows.of(call.more["whole"], rows, config.micro)
+    rule = BatchRows.of(call.more["whole"], call.example, config.micro)
     planned = PlannedModel(
         model=model, loss_fn=call.loss_fn, row=first_row(rows, rule), styles=None, inputs=call.more["inputs"], rows=rule
     )
