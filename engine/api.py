@@ -27,7 +27,7 @@ from engine.engine_parts import PLANNING, EngineParts, EngineResources, RankBuil
 from engine.errors import EngineError
 from engine.kernels.device import is_host
 from engine.optim.lr_schedules import SchedulerArgument, check_scheduler
-from engine.optim.param_groups import as_trainable, included_frozen, read_optimizer, replacing_sections
+from engine.optim.param_groups import as_trainable, read_optimizer, replacing_sections
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.failed_calls import FailedCalls
 from engine.parallel.comm.launcher import end_with_agent
@@ -46,7 +46,7 @@ from engine.planning.analysis import needs_example, needs_search
 from engine.planning.profile_calls import needs_profiling
 from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs, with_targets
-from engine.program.loss import LossFunction, RowGather
+from engine.program.loss import LossFunction
 from engine.program.router_replay import KEY
 from engine.reporting.console import open_console, say_if_slow
 from engine.reporting.failure_message import FailureMessage
@@ -115,10 +115,7 @@ def _with(
 ) -> Request:
     """Returns the request with the optimizer as a factory, and with the frozen parameters that it includes."""
     check_scheduler(request.lr_scheduler, optimizer)
-    included, metrics = included_frozen(model, config.optimizer), config.monitor.metrics
-    uneven = config.uneven_microbatches
-    gather = RowGather(config.row_ranks, uneven)
-    request = replace(request, included=included, metrics=metrics, gather=gather, weighs_rows=uneven)
+    request = request.completed(model, config)
     whole = optimizer is not None and declares_whole(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         with as_trainable(model, request.included):

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from engine.build.forward_changes import ForwardChanges
+from engine.config import Config
 from engine.optim.lr_schedules import SchedulerArgument
-from engine.optim.param_groups import GivenOptimizer
+from engine.optim.param_groups import GivenOptimizer, included_frozen
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.world import Lender
 from engine.parallel.model.forward_patch import ForwardPatches
@@ -55,6 +56,21 @@ class Request:
     """Engine that lends groups and frozen parameters; None: the engine has its own."""
     placing: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context in which parameters are placed; a dry run gives them shapes without memory."""
+
+    def completed(self, model: nn.Module, config: Config) -> "Request":
+        """Returns a copy with the parts that ``config`` determines, such as metrics and the gather of rows.
+
+        Raises:
+            ConfigError: a pattern of ``optimizer.include_frozen`` matches no frozen parameter of ``model``.
+        """
+        uneven = config.uneven_microbatches
+        return replace(
+            self,
+            included=included_frozen(model, config.optimizer),
+            metrics=config.monitor.metrics,
+            gather=RowGather(config.row_ranks, uneven),
+            weighs_rows=uneven,
+        )
 
     def program(
         self, model: nn.Module, precision: Precision, device: torch.device, comm: Comm | None = None

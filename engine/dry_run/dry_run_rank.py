@@ -27,6 +27,7 @@ from engine.build.validate import prepare
 from engine.dry_run.gpu_attention import attention_of_gpu
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.adamw import DeviceDecision
+from engine.optim.param_groups import as_trainable
 from engine.parallel.comm.backend import Flow, RecordingBackend, Wait
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
@@ -320,7 +321,8 @@ class DryRunRank:
         take_content(copied, self._mode)
         grid = plan.grid(rank)
         self._comm = Comm(grid, EqualRanksBackend(grid, exchanges=kernels is None))
-        self._runtime = assemble_rank(copied, plan, self._comm, CPU, given, example)
+        with as_trainable(copied, request.included):
+            self._runtime = assemble_rank(copied, plan, self._comm, CPU, given, example)
         self._pp, self._on_gpu = grid.coord().pp, kernels is not None
         self.live = LiveStorages(_gathered_bytes(self._runtime))
         self._runtime.on_host.observer = self.live.leave_out

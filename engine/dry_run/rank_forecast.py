@@ -14,7 +14,9 @@ from engine.dry_run.dry_run_rank import DryRunRank, DryRunStep
 from engine.dry_run.repeating_blocks import KindNames
 from engine.dry_run.shortened_models import PlanOf, shortened_step
 from engine.kernels.dispatch import Kernels, Mode, find_choice, shipped_choices
+from engine.parallel.activation_checkpointing.blocks import offloaded_blocks, recomputed_blocks, selective_blocks
 from engine.parallel.grid import Coord
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.pipeline.runtime.executor import rank_schedule
 from engine.planning.activation_memory import LivePeak, peak_of_row
 from engine.planning.plan import Plan
@@ -81,6 +83,9 @@ class RankLikeness:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._plan, self._names = plan, KindNames(model)
+        settings = plan.config.activation_checkpointing
+        ways = recomputed_blocks, selective_blocks, offloaded_blocks
+        self._checkpointed = [tuple(way(model, settings)) for way in ways]
 
     def of(self, pp: int) -> Hashable:
         """Returns the description of pipeline rank ``pp``; equal descriptions (``==``) mean equal live bytes."""
@@ -98,7 +103,7 @@ class RankLikeness:
         glue = [trace.glue[index] for index in sorted(part.glue)]
         return (
             (stage == 0, part.last, part.tier, min(NEAR, first)),
-            tuple(self._names.of(trace.calls[index].unit) for index in sorted(part.calls)),
+            tuple(self._unit(trace.calls[index].unit) for index in sorted(part.calls)),
             tuple((self._value(number), self._distance(stage, source)) for number, source in part.receives.items()),
             tuple(
                 (self._value(number), tuple(self._distance(stage, target) for target in targets))
@@ -107,6 +112,14 @@ class RankLikeness:
             tuple((one.name, max(-1, one.calls_before - first), tuple(map(self._value, one.makes))) for one in glue),
             tuple(sorted(map(self._names.of, part.parameters))),
         )
+
+    def _unit(self, name: str) -> Hashable:
+        """Describes a module and its blocks that backward recomputes, or with activations on the host."""
+        blocks = (
+            tuple(self._names.of(each) for each in names if is_inside(each, name) or is_inside(name, each))
+            for names in self._checkpointed
+        )
+        return self._names.of(name), *blocks
 
     def _value(self, number: int) -> Hashable:
         assert self._plan.trace is not None

@@ -158,8 +158,8 @@ def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
     if config.get("train_batch_size") == "auto":
         del config["train_batch_size"]
     _take_precision(config, args)
-    _check_optimizer(config.pop("optimizer", None) or {}, args)
-    _check_schedule(raw.get("scheduler") or {}, args)
+    _check_optimizer(_described(config, "optimizer"), args)
+    _check_schedule(_described(raw, "scheduler"), args)
     return config | {"optimizer": None, "scheduler": None}
 
 
@@ -170,8 +170,19 @@ def _take_precision(config: dict[str, Any], args: Any) -> None:
         if key not in config:
             if asked:
                 config["torch_autocast" if key == "bf16" else "fp16"] = {"enabled": True}
-        elif bool(config[key].get("enabled")) != asked:
+        elif isinstance(config[key], Mapping) and bool(config[key].get("enabled")) != asked:
             raise conflict(f"{key}.enabled", bool(config[key].get("enabled")), key, asked)
+
+
+def _described(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Returns the section ``key`` of a configuration, empty if there is none; refuses a list or another value."""
+    section = raw.get(key) or {}
+    if isinstance(section, Mapping) and isinstance(section.get("params") or {}, Mapping):
+        return section
+    raise ConfigError(
+        f"{key} is no object with type and params in engine_config, but TrainingArguments describe one {key}; remove "
+        f"{key} from engine_config, or pass your own to Trainer as optimizers=."
+    )
 
 
 def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
@@ -205,8 +216,8 @@ def _check_schedule(section: Mapping[str, Any], args: Any) -> None:
 
 def _equal(given: Any, value: Any) -> bool:
     if isinstance(value, list):
-        return len(given) == len(value) and all(map(_equal, given, value))
-    return math.isclose(given, value)
+        return isinstance(given, list | tuple) and len(given) == len(value) and all(map(_equal, given, value))
+    return isinstance(given, Real) and math.isclose(given, value)
 
 
 def conflict(key: str, given: Any, name: str, value: Any, owner: str = "TrainingArguments") -> ConfigError:

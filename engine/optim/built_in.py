@@ -4,7 +4,7 @@ Optimizers of whole matrices divide them among owner ranks; every rank derives a
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -226,6 +226,21 @@ class MatrixOwners:
     ways: int = 2
     """Exchanges per update on each axis: 2 (gradients to owners, updates back); 3 if weights are sent to owners too."""
 
+    known: dict[int, dict[str, int]] = field(default_factory=dict, repr=False, compare=False)
+    """Cache of each pipeline rank's owners: matrix -> data rank in its shard group."""
+
+    def _matrices(self, pp: int) -> dict[str, ShardRow]:
+        """Returns the matrices of a pipeline rank."""
+        rows = (row for row in self.rows if row.trainable and row.group in self.rules)
+        return {row.name: row for row in rows if pp in row.owners}
+
+    def _owners(self, pp: int) -> dict[str, int]:
+        if pp not in self.known:
+            rows = self._matrices(pp)
+            held = _held(self.layouts[ShardHolder(pp)], rows, self._shares)
+            self.known[pp] = balanced_owners({name: self._cost(row) for name, row in rows.items()}, held)
+        return self.known[pp]
+
     @property
     def _shares(self) -> int:
         """Number of data ranks that share every bucket."""
@@ -241,19 +256,17 @@ class MatrixOwners:
         """Returns the exchanges in which the rank at ``coord`` sends and receives gradients and updates of whole
         matrices; None if its pipeline rank has no such matrix.
         """
-        rows = {row.name: row for row in self.rows if row.trainable and row.group in self.rules}
-        rows = {name: row for name, row in rows.items() if coord.pp in row.owners}
+        rows = self._matrices(coord.pp)
         if not rows:
             return None
-        count = self._shares
-        grid = self.config.grid(0)
+        count, grid = self._shares, self.config.grid(0)
         index = grid.index(grid.shard_line, grid.rank_at(**coord))
         first, place = index // count * count, index % count
         members = tuple(range(first, first + count))
         # all tensor ranks agree on the owner of a matrix that they share, so one of their layouts decides
         decides, own = (_held(self.layouts[ShardHolder(coord.pp, tp)], rows, count) for tp in (0, coord.tp))
         costs = {name: self._cost(row) for name, row in rows.items()}
-        owners = balanced_owners(costs, decides)
+        owners = self._owners(coord.pp)
         cut = {name: row for name, row in rows.items() if row.dim is not None} if self.config.tp > 1 else {}
         tensor = self._tensor_owners({name: row for name, row in cut.items() if owners[name] == place})
         order = [slot.name for bucket in self.layouts[ShardHolder(coord.pp)].buckets for slot in bucket.slots]
@@ -283,9 +296,12 @@ class MatrixOwners:
 
     def state_bytes(self, coord: Coord) -> int:
         """Returns the bytes of optimizer state for the matrices that the rank at ``coord`` updates."""
-        routes = self.routes(coord)
-        made = routes.made if routes is not None else ()
-        return sum(self._state(row) for row in self.rows if row.name in made)
+        grid, rows = self.config.grid(0), self._matrices(coord.pp)
+        place = grid.index(grid.shard_line, grid.rank_at(**coord)) % self._shares
+        own = {name: rows[name] for name, owner in self._owners(coord.pp).items() if owner == place}
+        cut = {name: row for name, row in own.items() if row.dim is not None} if self.config.tp > 1 else {}
+        tensor = self._tensor_owners(cut)
+        return sum(self._state(row) for name, row in own.items() if tensor.get(name, coord.tp) == coord.tp)
 
     def stored_bytes(self) -> int:
         """Returns the bytes of optimizer state in a checkpoint for all parameters updated as whole matrices."""

@@ -150,13 +150,15 @@ def state_bytes(
     return StateBytes(state, _held(host), disk)
 
 
-def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, config: Config, precision: Precision) -> int:
-    """Returns the bytes of optimizer state of ``bucket`` on the data rank with index ``dp``.
+def optimizer_bytes(
+    bucket: Bucket, groups: Sequence[GroupState], grid: Grid, config: Config, precision: Precision
+) -> int:
+    """Returns the bytes of optimizer state of ``bucket`` on the rank with the coordinates of ``grid``.
 
     ``groups``: optimizer state of each parameter group.
     """
     sharded = config.zero_optimization.stage > 0
-    owned = bucket.shard(dp % bucket.spread.ranks) if sharded else slice(0, bucket.elements)
+    owned = bucket.shard(grid.index(bucket.spread.sharding)) if sharded else slice(0, bucket.elements)
     size = precision.widths(bucket.dtype).moments.itemsize
     return sum(groups[segment.group].bytes(segment.stop - segment.start, size) for segment in bucket.segments(owned))
 

@@ -225,7 +225,8 @@ class Plan:
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
         frozen = sum(frozen_bytes(row, holder, self.precision) for row in whole)
         groups, precision = self._moments, self.precision
-        owned = partial(optimizer_bytes, groups=groups, dp=coord.dp, config=self.config, precision=precision)
+        grid = self.grid(self.grid(0).rank_at(**coord))
+        owned = partial(optimizer_bytes, groups=groups, grid=grid, config=self.config, precision=precision)
         state = state_bytes(self.layout(coord), frozen, precision, self.config, owned)
         device = dict(state.device)
         device["optimizer"] += factor_bytes(rows, groups, precision)
@@ -433,6 +434,8 @@ def _settled(plan: Plan) -> Plan:
     if plan.moments is None:
         raise refuse_unknown()
     positions = [plan.grid(0).rank_at(pp=at.pp, tp=at.tp, ep=at.ep) for at in plan.layouts]
+    if len(set(plan.moments)) > 1:  # data ranks have different shares of each optimizer
+        positions = list(range(plan.grid(0).world_size))
 
     def at(ratio: float) -> Plan:
         return replace(plan, config=with_ratio(plan.config, ratio))

@@ -69,6 +69,11 @@ class Precision:
     operands: OperandCasts | None = field(default=None, compare=False)
     """Casts of operands in the model's own code; None: no casts."""
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of activations, without autocast: those of ``compute``, or 4."""
+        return self.compute.itemsize if self.compute is not None else 4
+
     def forward(self, device: torch.device, whole: bool = True) -> AbstractContextManager[Any]:
         """Returns the context manager for a forward on ``device``: torch.autocast, casts of operands, or no effect, as
         configured.

@@ -113,7 +113,6 @@ def note_subject(subject: StepSubject, name: str, gpu: "GpuShape") -> "list[Note
 
 
 def _subjects(options: Namespace) -> Iterator[StepSubject]:
-    from engine.build.request import Request
     from engine.launch.planner.planned_model import build_model
 
     if options.model is not None and options.model.endswith(".py"):
@@ -124,7 +123,8 @@ def _subjects(options: Namespace) -> Iterator[StepSubject]:
         raise ConfigError("CONFIG is not given, but it decides the kernels of a step; give its JSON file.")
     print(f"model      {asked.model.words}")
     planned = build_model(asked.model)
-    yield StepSubject(planned, load_config(asked.config, asked.world).for_accelerators(), Request(planned.loss_fn))
+    config = load_config(asked.config, asked.world).for_accelerators()
+    yield StepSubject(planned, config, planned.request(config))
 
 
 def _of_script(options: Namespace) -> Iterator[StepSubject]:
@@ -145,30 +145,30 @@ def _of_script(options: Namespace) -> Iterator[StepSubject]:
 def _of_call(call: "ScriptCall", name: str, config: Config) -> StepSubject:
     from torch import nn
 
-    from engine.build.request import Request
-    from engine.launch.planner.planned_model import PlannedModel
+    from engine.launch.planner.planned_model import PlannedModel, first_row
     from engine.models.named_model import build_named
-    from engine.program.batch import map_tensors
+    from engine.program.batch_rows import BatchRows
 
     rows = call.example if call.rows is None else call.rows
     if rows is None:
         raise PlanError(f"MODEL {name} passes no batch to its engine; pass example_batch to engine.initialize.")
     model = call.model if isinstance(call.model, nn.Module) else build_named(name, call.model)
-    row = map_tensors(rows, lambda rows: rows[:1].to("meta"))
-    planned = PlannedModel(model=model, loss_fn=call.loss_fn, row=row, styles=None)
-    return StepSubject(planned, config, Request(call.loss_fn))
+    rule = BatchRows.of(call.more["whole"], call.example, config.micro)
+    planned = PlannedModel(
+        model=model, loss_fn=call.loss_fn, row=first_row(rows, rule), styles=None, inputs=call.more["inputs"], rows=rule
+    )
+    return StepSubject(planned, config, planned.request(config))
 
 
 def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
     """Yields one rank of each class of equal pipeline ranks."""
     from engine.dry_run.dry_run_rank import DryRunRank
     from engine.dry_run.rank_forecast import PlannedKernels, RankLikeness
-    from engine.program.batch import map_tensors
 
     planned, config, request = subject
     plan = planned.plan(config)
     likeness, seen = RankLikeness(planned.model, plan), set[Any]()
-    example = map_tensors(planned.row, lambda row: row.new_empty((config.micro, *row.shape[1:])))
+    example = planned.example(config.micro)
     for pp in range(config.pp):
         if (key := likeness.of(pp)) in seen:
             continue

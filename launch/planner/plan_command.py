@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.config import Config, load_config
@@ -358,13 +359,30 @@ def _write(path: Any, settings: dict[str, Any]) -> None:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}; give another path.") from None
 
 
+LEAST_STAGES: Mapping[str, int] = MappingProxyType({
+    "reduce": 2, "gather": 3, "keep_gathered_bytes": 3, "zero_hpz_partition_size": 3, "shard_size": 1,
+    "zero_quantized_weights": 1, "zero_quantized_weights_bits": 1, "zero_quantized_gradients": 1,
+    "zero_quantized_gradients_bits": 1, "zero_gradient_error_feedback": 1, "zero_quantized_block_size": 1,
+})  # fmt: skip
+"""Key of ``zero_optimization`` -> lowest ZeRO stage that accepts it."""
+
+
+def _of_stage(zero: Mapping[str, Any], layout: TrainingLayout) -> dict[str, Any]:
+    """Returns the keys of a section that the ZeRO stage and the data ranks of ``layout`` accept."""
+    kept = {key: value for key, value in zero.items() if LEAST_STAGES.get(key, 0) <= layout.stage}
+    size = kept.get("shard_size")
+    if isinstance(size, int) and size > 0 and layout.dp % size:
+        del kept["shard_size"]
+    return kept
+
+
 def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns an engine configuration for ``layout``. All other keys come from ``base``, or from a default with bf16
     and AdamW.
     """
     given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
     parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp, "order": layout.order}
-    more: dict[str, Any] = {"expert": layout.ep} if layout.ep > 1 else {}
+    more: dict[str, Any] = {"expert": layout.ep} if layout.ep > 1 or "expert" in given.get("parallel", {}) else {}
     if layout.cp > 1 or "context" in given.get("parallel", {}):
         more["context"] = layout.cp
     if layout.tp > 1:
@@ -381,12 +399,30 @@ def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -
         "train_micro_batch_size_per_gpu": layout.micro,
         "gradient_accumulation_steps": layout.microbatches,
         "parallel": {**given.get("parallel", {}), **parallel, **more},
-        "zero_optimization": {**given.get("zero_optimization", {}), **zero},
+        "zero_optimization": {**_of_stage(given.get("zero_optimization", {}), layout), **zero},
         "activation_checkpointing": {
             "mode": layout.recomputation,
             **({"inputs": "host"} if layout.inputs == "host" else {}),
         },
     }
+
+
+MOMENTS: Mapping[str, float] = MappingProxyType({"Lion": 4, "Muon": 4, "AdamW8bit": 2, "Adafactor": 0})
+"""Type of an optimizer -> bytes of its state for each parameter, if it has no two moments in fp32."""
+
+
+def element_state_bytes(config: Config) -> float:
+    """Returns the bytes of optimizer state in GPU memory for each trained parameter, with master and average, in fp32.
+
+    They are those of the largest of several optimizers; offload moves a fraction of them to the host.
+    """
+    moments = [
+        4.0 * bool(entry.params["momentum"]) if "momentum" in entry.params else MOMENTS.get(entry.type, 8.0)
+        for entry in (config.optimizer.entries if config.optimizer is not None else ())
+    ]
+    offload = config.zero_optimization.offload_optimizer
+    hosted = 0.0 if offload.device == "none" else 1.0 if offload.ratio == "auto" else offload.ratio
+    return (1 - hosted) * (4 + max(moments, default=8.0) + 4 * (config.ema is not None))
 
 
 class _Model:
@@ -431,9 +467,12 @@ class _Model:
 
     def workload(self, config: Config | None) -> Workload:
         """Returns the workload, from its sizes or from a forward on shapes."""
+        config = config or load_config(settings_of(TrainingLayout()), 1)
+        return replace(self._traced(config), optimizer_bytes=element_state_bytes(config))
+
+    def _traced(self, config: Config) -> Workload:
         if self.asked.model.shape is not None:
             return self.asked.model.shape.workload()
-        config = config or load_config(settings_of(TrainingLayout()), 1)
         dtypes = config.bf16.enabled, config.fp16.enabled, config.torch_autocast.enabled, tuple(config.keep_fp32)
         if dtypes not in self._workloads:
             with say_if_slow("a forward of the model on shapes", 0, SLOW_SECONDS):

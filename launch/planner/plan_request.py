@@ -132,6 +132,8 @@ def read_request(options: Namespace) -> PlanAsked:
     for flag in ("batch", "price", "top"):
         if (value := getattr(options, flag)) is not None and value <= 0:
             raise ConfigError(f"--{flag} {value:g} is not above 0; give a number above 0, or leave --{flag} out.")
+    if options.batch is not None:
+        _check_rows(options, settings, world)
     return PlanAsked(
         model=_model(model, options),
         world=world,
@@ -142,6 +144,18 @@ def read_request(options: Namespace) -> PlanAsked:
         dollars=options.price,
         counts=not options.estimate,
     )
+
+
+def _check_rows(options: Namespace, settings: Mapping[str, Any] | None, world: int) -> None:
+    """Refuses ``--batch`` where the configuration or ``--longest`` determines the rows of a step."""
+    if options.longest:
+        raise ConfigError("--batch is given, but --longest plans one row for each data rank; leave one of them out.")
+    given = None if settings is None or options.search else load_config(settings, world).train_batch_size
+    if given not in (None, options.batch):
+        raise ConfigError(
+            f"--batch {options.batch} is given, but a step of the configuration has {given} rows; set train_batch_size "
+            "in it, leave --batch out, or add --search."
+        )
 
 
 def _is_run_config(name: str) -> bool:

@@ -13,7 +13,7 @@ full usually fits.
 
 import logging
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -35,6 +35,7 @@ from engine.kernels.device import find_accelerator
 from engine.launch.planner.plan_request import ModelSource
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.models.named_model import build_named, find_function, huggingface_class, import_transformers, model_and_rows
+from engine.optim.param_groups import as_trainable
 from engine.parallel.model.user_code import is_own_mistake
 from engine.planning.analysis import PlanRequest, needs_search, search_styles
 from engine.planning.cost_model.estimate import CONTEXT_BYTES, SLACK, BlockSample, LayoutEstimate, working_bytes
@@ -49,9 +50,12 @@ from engine.planning.step_time.plan_costs import PlanCosts
 from engine.planning.step_time.traced_workload import traced_workload
 from engine.planning.tensor_plan_search import CalledModules, SearchedProgram, calls_of_modules
 from engine.precision.dtypes import Precision, make_precision
-from engine.program.batch import Batch, map_tensors
+from engine.program.batch import Batch, BatchPath, change_tensors, map_tensors
+from engine.program.batch_rows import BatchRows
+from engine.program.forward_inputs import ForwardInputs, Inputs, with_targets
 from engine.program.loss import LossFunction
 from engine.program.program import Program
+from engine.program.router_replay import KEY
 
 KNOWN_STYLES: Mapping[str, Mapping[str, str]] = {
     "decoder": {
@@ -84,6 +88,10 @@ class PlannedModel:
     """Known tensor plan; None: the plan is searched."""
     card: str = ""
     """Name of the GPU, by which attention chooses its method; empty: unknown."""
+    inputs: Inputs | None = None
+    """Entries of a batch that forward receives; None: as ``initialize`` selects them."""
+    rows: BatchRows = field(default_factory=BatchRows)
+    """Rule of the tensors without rows."""
     searched: dict[Hashable, FoundStyles] = field(default_factory=dict, repr=False, compare=False)
     """Cache of search results, shared by plans with equal search inputs."""
     programs: dict[Hashable, SearchedProgram] = field(default_factory=dict, repr=False, compare=False)
@@ -94,17 +102,35 @@ class PlannedModel:
         styles = self.styles if config.tp > 1 and config.parallel.tensor_plan == "auto" else None
         if styles is not None:
             config = replace(config, parallel=replace(config.parallel, tensor_plan=styles, prove_plan=False))
-        program, example = self._program(config), self._example(config)
+        program, example = self._program(config), self.example(config.micro)
         costs = None
-        if needs_profiling(config):
-            device = torch.device(find_accelerator() or "cpu")
-            costs = profile_run(program, example, config, stages_wanted(config), device)
-        found = self._search(config) if needs_search(config) else None
-        plan = build_plan(config, PlanRequest(program, example, costs=costs, found=found, card=self.card))
+        with as_trainable(self.model, self.request(config).included):
+            if needs_profiling(config):
+                device = torch.device(find_accelerator() or "cpu")
+                costs = profile_run(program, example, config, stages_wanted(config), device)
+            found = self._search(config, program) if needs_search(config) else None
+            plan = build_plan(config, PlanRequest(program, example, costs=costs, found=found, card=self.card))
         if styles is None:
             return plan
         notes = [note for note in plan.notes if not note.startswith("parallel.tensor_plan is not proven")]
         return replace(plan, notes=(*notes, KNOWN_NOTE))
+
+    def request(self, config: Config) -> Request:
+        """Returns the arguments of ``initialize`` for a run of this model under ``config``."""
+        return self._given({KEY} if config.router_replay else ()).completed(self.model, config)
+
+    def _given(self, without: Collection[str] = (KEY,)) -> Request:
+        """Returns the arguments of ``initialize``; ``without``: entries of a batch that forward does not receive."""
+        forward = ForwardInputs.of(self.model, self.loss_fn is not None, self.inputs, without)
+        return Request(with_targets(self.loss_fn, forward), rows=self.rows, inputs=forward)
+
+    def example(self, rows: int) -> Batch:
+        """Returns one microbatch of ``rows`` rows on the meta device."""
+
+        def with_rows(path: BatchPath, row: Tensor) -> Tensor:
+            return row.new_empty((rows, *row.shape[1:])) if row.ndim and not self.rows.is_whole(path) else row
+
+        return change_tensors(self.row, with_rows)
 
     def plan_shorter(self, shorter: nn.Module, plan: Plan) -> Plan:
         """Returns a plan for ``shorter``, a copy of the model with fewer blocks.
@@ -123,7 +149,9 @@ class PlannedModel:
         """
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)
-        return replace(self, model=shorter, styles=_present(shorter, self._search(config).patterns))
+        return replace(
+            self, model=shorter, styles=_present(shorter, self._search(config, self._program(config)).patterns)
+        )
 
     def with_rows_of(self, length: int) -> "PlannedModel":
         """Returns a copy of this object with an example row of ``length`` tokens."""
@@ -137,11 +165,11 @@ class PlannedModel:
 
     def called(self) -> set[int] | None:
         """Returns the ``id`` of each module that a forward on the meta device calls; None if the forward raises."""
-        program = Program(self.model, self.loss_fn, Precision(None, None), torch.device("meta"))
+        program = replace(self._given(), loss_fn=None).program(self.model, Precision(None, None), torch.device("meta"))
         called = CalledModules()
         try:
             with torch.no_grad(), calls_of_modules(called):
-                program.planned_loss(self.row)
+                program.output(self.row)
         except Exception as error:  # the model's own code may raise anything on shapes
             if is_own_mistake(error):
                 raise
@@ -150,24 +178,22 @@ class PlannedModel:
 
     def workload(self, config: Config) -> Workload:
         """Returns the model's FLOPs and tensor sizes for the cost model, traced in one forward without data."""
-        return traced_workload(self._program(config), self.row)
+        program = self._program(config)  # reads what is frozen
+        with as_trainable(self.model, self.request(config).included):
+            return traced_workload(program, self.row)
 
-    def _search(self, config: Config) -> FoundStyles:
+    def _search(self, config: Config, program: Program) -> FoundStyles:
         """Searches the tensor plan of a configuration; rows of a microbatch and other axes do not change it."""
-        program, parallel = self._program(config), config.parallel
+        parallel = config.parallel
         key = config.tp, parallel.sequence_parallel, parallel.tensor_proof, program.precision
         if key not in self.searched:
-            example = self._example(config)
+            example = self.example(config.micro)
             shared = self.programs.setdefault((program.precision, config.micro), SearchedProgram(program, example))
             self.searched[key] = search_styles(config, PlanRequest(program, example, searched=shared))
         return self.searched[key]
 
-    def _example(self, config: Config) -> Batch:
-        """Returns one microbatch on the meta device."""
-        return map_tensors(self.row, lambda row: row.new_empty((config.micro, *row.shape[1:])))
-
     def _program(self, config: Config) -> Program:
-        return Program(self.model, self.loss_fn, make_precision(config, self.model), torch.device("cpu"))
+        return self.request(config).program(self.model, make_precision(config, self.model), torch.device("cpu"))
 
 
 def build_model(source: ModelSource) -> PlannedModel:
@@ -183,11 +209,16 @@ def build_model(source: ModelSource) -> PlannedModel:
         made = build_named(name, partial(_made, source), " on the meta device", _ON_META)
     model, rows, loss_fn = model_and_rows(name, made)
     _switch_cache_off(model)
-    row = _token_row(model, source, name) if rows is None else map_tensors(rows, lambda rows: rows[:1].to("meta"))
+    row = _token_row(model, source, name) if rows is None else first_row(rows)
     family = getattr(getattr(model, "config", None), "model_type", None)
     wide = source.shape is not None and source.shape.width >= WIDE
     styles = _present(model, KNOWN_STYLES["llama"]) if wide and family in LIKE_LLAMA else None
     return PlannedModel(model=model, loss_fn=loss_fn, row=row, styles=styles)
+
+
+def first_row(batch: Batch, rows: BatchRows = BatchRows()) -> Batch:  # noqa: B008
+    """Returns the first row of ``batch`` on the meta device; ``rows``: rule of the tensors without rows."""
+    return map_tensors(rows.take_rows(batch, 0, 1), lambda tensor: tensor.to("meta"))
 
 
 def _decoder(shape: DecoderShape) -> PlannedModel:
@@ -327,8 +358,8 @@ def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[Rank
     dry_run = PlanDryRun(
         model=planned.model,
         plan=plan,
-        request=Request(planned.loss_fn),
-        example=map_tensors(planned.row, lambda row: row.new_empty((plan.config.micro, *row.shape[1:]))),
+        request=planned.request(plan.config),
+        example=planned.example(plan.config.micro),
         kernels=kernels_of(plan.config, gpu),
         plan_of=lambda shorter: planned.plan_shorter(shorter, plan),
     )
@@ -374,7 +405,7 @@ class SampledBlocks:
         if run is None or short is None:
             return None
         alone = replace(
-            layout, dp=1, pp=1, stage=0, reduction="step", micro=1, microbatches=1, schedule="1f1b", virtual=1
+            layout, dp=1, pp=1, ep=1, stage=0, reduction="step", micro=1, microbatches=1, schedule="1f1b", virtual=1
         )
         try:
             config = self._config_of(alone)
@@ -415,9 +446,8 @@ class SampledBlocks:
         planned = self._planned if length is None else self._planned.with_rows_of(length)
         short = planned.shortened(model, config)
         plan = short.plan(config)
-        example = map_tensors(short.row, lambda row: row.new_empty((1, *row.shape[1:])))
-        request = Request(short.loss_fn)
-        return DryRunRank(short.model, plan, 0, request, example, kernels_of(config, self._gpu))
+        request, kernels = short.request(config), kernels_of(config, self._gpu)
+        return DryRunRank(short.model, plan, 0, request, short.example(1), kernels)
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:

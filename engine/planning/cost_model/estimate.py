@@ -11,7 +11,8 @@ data      gradients and parameters once a step (ZeRO 0 to 2), or parameters for 
 pipeline  bubbles of the schedule, and the messages of its first and last microbatch
 update    memory bytes of the optimizer state that a rank updates
 
-Memory of the fullest rank, with P its parameters and N data ranks, in 16 bits with fp32 masters and Adam:
+Memory of the fullest rank, with P its parameters and N data ranks, in 16 bits with fp32 masters and Adam; frozen
+parameters have neither gradients nor optimizer state:
 
     parameters   2 P, ZeRO 3: 2 P / N
     gradients    4 P (or the engine's width), ZeRO 2 and 3 that reduce every microbatch: / N
@@ -157,9 +158,9 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
     buffers = max(last, again) + message_buffers(work, layout, stage)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     return RankMemory(
-        parameters=2 * held.over(layout, layout.stage == 3),
-        gradients=traits.gradient_bytes * held.over(layout, layout.keeps_gradient_shards),
-        optimizer=12 * held.over(layout, layout.stage > 0),
+        parameters=2 * held.over(layout, layout.stage == 3) + work.buffer_bytes,
+        gradients=traits.gradient_bytes * work.trained * held.over(layout, layout.keeps_gradient_shards),
+        optimizer=work.optimizer_bytes * work.trained * held.over(layout, layout.stage > 0),
         activations=activations,
         buffers=buffers,
         communication=axes * CHANNEL_BYTES,

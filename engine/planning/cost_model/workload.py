@@ -95,6 +95,14 @@ class Workload:
     """Experts of a block, included in its parameters; None for a dense model."""
     keys: float = 0.0
     """Total width of keys and values in a block."""
+    itemsize: int = 2
+    """Bytes of an element of an activation in the byte counts."""
+    buffer_bytes: float = 0.0
+    """Bytes of module buffers, which every rank has."""
+    trained: float = 1.0
+    """Share of the parameters that are trained; the others are frozen."""
+    optimizer_bytes: float = 12.0
+    """Bytes of optimizer state in GPU memory for each trained parameter, with its fp32 master."""
 
     @property
     def parameters(self) -> float:

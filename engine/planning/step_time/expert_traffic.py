@@ -46,7 +46,6 @@ def _exchanges(plan: Plan, work: Workload, pp: int) -> Iterator[ExpertExchange]:
     """Yields the exchanges of the layers of a pipeline rank, for one microbatch."""
     assert plan.shared_experts is not None and work.experts is not None
     owners = {row.name: row.owners for row in plan.table}
-    wide = plan.precision.compute.itemsize if plan.precision.compute is not None else 4
     for each in plan.shared_experts.shared:
         first = next(iter(each.parameters)) if isinstance(each, RoutedExperts) else f"{each.names[0]}.{each.own[0]}"
         if pp in owners[first]:
@@ -57,7 +56,7 @@ def _exchanges(plan: Plan, work: Workload, pp: int) -> Iterator[ExpertExchange]:
                 ranks=plan.shared_experts.ranks,
                 tokens=tokens if isinstance(each, ListedExperts) else -(-tokens // plan.config.tp),
                 width=each.width,
-                itemsize=wide,
+                itemsize=plan.precision.itemsize,
                 form=_form(each),
             )
 

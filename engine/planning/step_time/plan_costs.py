@@ -38,7 +38,7 @@ class PlanCosts:
 
     layout: TrainingLayout
     memory: tuple[RankMemory, ...]
-    """Memory of each pipeline rank, equal for its data, context and tensor ranks."""
+    """Memory of each pipeline rank, of the fullest of its data, context and tensor ranks."""
     time: StepTime
     closed: LayoutEstimate
     """Closed-form estimate of the same layout."""
@@ -151,8 +151,8 @@ def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roof
 
 def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample: BlockSample | None) -> RankMemory:
     coord = Coord(pp=pp)
-    state: Mapping[str, int] = plan.rank(plan.grid(0).rank_at(pp=pp)).state_bytes
-    wide = 1 if plan.precision.compute is not None and plan.precision.compute.itemsize == 2 else 2
+    state = _fullest_state(plan, pp)
+    wide = plan.precision.itemsize / work.itemsize
     kept, logits, again = working_bytes(work, layout, EngineTraits())
     kept, again = (wide * kept, wide * again) if sample is None else (sample.kept * layout.micro, wide * again)
     blocks, live = _blocks(plan, work, pp), peak_live(plan.schedule)[pp]
@@ -164,14 +164,30 @@ def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample:
     buffers = max(last, again) + _gathered(plan, coord) + (exchanged.round if exchanged is not None else 0.0)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     return RankMemory(
-        parameters=state["parameters"] + state["frozen parameters"] + state.get("secondary shards", 0),
+        parameters=state["parameters"]
+        + state["frozen parameters"]
+        + state.get("secondary shards", 0)
+        + round(work.buffer_bytes),
         gradients=state["gradients"] + state.get("error feedback", 0),
-        optimizer=state["master"] + state["optimizer"],
+        optimizer=state["master"] + state["optimizer"] + state.get("average", 0),
         activations=activations,
         buffers=buffers,
         communication=axes * CHANNEL_BYTES,
         slack=CONTEXT_BYTES + SLACK * (activations + buffers),
     )
+
+
+def _fullest_state(plan: Plan, pp: int) -> Mapping[str, int]:
+    """Returns the bytes of state, by kind, on the rank of pipeline rank ``pp`` that has the most.
+
+    Data ranks differ if parameter groups have different optimizers, tensor ranks if whole matrices are updated.
+    """
+    grid, owners = plan.grid(0), plan.matrix_owners
+    coords = [coord for rank in range(grid.world_size) if (coord := grid.coord(rank)).pp == pp]
+    if owners is None:
+        coords = [coord for coord in coords if coord.tp == 0]
+        coords = coords if len(set(plan.moments or ())) > 1 else coords[:1]
+    return max((plan.state(coord).device for coord in coords), key=lambda state: sum(state.values()))
 
 
 def _blocks(plan: Plan, work: Workload, pp: int) -> float:

@@ -106,6 +106,8 @@ def traced_workload(program: Program, row: Batch) -> Workload:
     with calls_of_modules(called):
         counts, kept = _counted(program, row, called)
     parameters = float(sum(parameter.numel() for parameter in model.parameters()))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    dtypes = ((program.precision.buffer(name, buffer.dtype), buffer) for name, buffer in model.named_buffers())
     blocks, inside = _blocks(model, called)
     every, width = blocks * tokens, counts.usual_width()
     return Workload(
@@ -132,6 +134,9 @@ def traced_workload(program: Program, row: Batch) -> Workload:
         outer_parameters=parameters - inside,
         experts=_experts(model, blocks),
         keys=counts.keys / every,
+        itemsize=program.precision.itemsize,
+        buffer_bytes=float(sum(dtype.itemsize * buffer.numel() for dtype, buffer in dtypes)),
+        trained=trained / max(1.0, parameters),
     )
 
 

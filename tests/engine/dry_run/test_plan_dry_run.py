@@ -100,6 +100,14 @@ def test_ranks_that_are_alike_run_dry_once(name: str, monkeypatch: pytest.Monkey
     assert kinds < way.pp or way.schedule == "zb-v"  # whose eight stages are cut unevenly here
 
 
+def test_ranks_that_recompute_other_blocks_are_not_alike() -> None:
+    way = Way(pp=4, microbatches=4, recompute={"mode": "selective", "every": 2})
+    model = deep(12)  # ranks of three blocks, of which one or two run again
+    plan = planned(model, way)
+    likeness = RankLikeness(model, plan)
+    assert len({likeness.of(pp) for pp in range(way.pp)}) == way.pp
+
+
 def test_more_microbatches_hold_no_more_where_each_reduces_its_gradients() -> None:
     def peak(microbatches: int) -> LivePeak:
         way = Way(dp=2, pp=2, stage=2, reduce="microbatch", schedule="zb-h1", microbatches=microbatches)

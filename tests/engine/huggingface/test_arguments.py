@@ -114,6 +114,22 @@ def test_two_owners_are_refused(raw: dict[str, Any], changes: dict[str, Any], se
 
 
 @pytest.mark.parametrize(
+    ("raw", "start"),
+    [
+        ({"optimizer": [{"type": "Muon", "match": ["*.weight"]}, {"type": "AdamW"}]}, "optimizer is no object"),
+        ({"scheduler": "WarmupLR"}, "scheduler is no object"),
+        ({"optimizer": {"params": {"betas": 0.9}}}, "optimizer.params.betas is 0.9"),
+        ({"optimizer": {"params": {"lr": "fast"}}}, "optimizer.params.lr is fast"),
+        ({"bf16": True}, "bf16: true is a true/false value"),
+    ],
+)
+def test_values_of_another_kind_are_refused_in_a_sentence(raw: dict[str, Any], start: str) -> None:
+    with pytest.raises(engine.ConfigError) as caught:
+        load_config(settled(raw, arguments()), 1)
+    assert str(caught.value).startswith(start)
+
+
+@pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         (

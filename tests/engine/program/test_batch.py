@@ -54,6 +54,7 @@ def test_outputs_are_joined_along_rows() -> None:
     assert isinstance(join_outputs([Pair(torch.ones(1), torch.ones(1))] * 2), Pair)
     of_pictures = join_outputs([(torch.ones(1), torch.ones(1)), (torch.zeros(1),)])
     assert [float(each) for each in of_pictures] == [1.0, 1.0, 0.0], "an entry for each picture"
+    assert join_outputs([{"loss": None, "name": "a"}] * 2) == {"loss": None, "name": ["a", "a"]}
 
 
 class Output:

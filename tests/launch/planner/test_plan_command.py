@@ -16,8 +16,10 @@ import pytest
 from engine.config import load_config
 from engine.launch.cli import main, make_parser
 from engine.launch.planner import plan_command, planned_model
+from engine.launch.planner.plan_command import settings_of
 from engine.launch.planner.plan_report import setting_text
 from engine.launch.planner.plan_request import ModelSource, read_request
+from engine.planning.cost_model.layout import TrainingLayout
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -101,6 +103,50 @@ def test_a_folder_alone(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert f"counting activations of {found['layout']} on shapes: " in written.err
     config = load_config(found["config"], 16)
     assert config.dp * config.tp * config.pp == 16 and config.train_batch_size == (1 << 22) // 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_of_each"),
+    [
+        ({}, 12),
+        ({"optimizer": {"type": "SGD"}}, 4),
+        ({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, 8),
+        ({"optimizer": [{"type": "Lion", "match": ["a"]}, {"type": "Adafactor"}], "ema": {"decay": 0.9}}, 12),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 0),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.25}}}, 9),
+    ],
+)
+def test_closed_forms_have_the_state_of_the_configuration(settings: dict[str, Any], bytes_of_each: float) -> None:
+    assert plan_command.element_state_bytes(load_config({"train_batch_size": 1, **settings}, 1)) == bytes_of_each
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "least"),
+    [
+        ("zero_optimization", "reduce", "microbatch", 4),
+        ("zero_optimization", "gather", "step", 3),
+        ("zero_optimization", "zero_hpz_partition_size", 2, 3),
+        ("zero_optimization", "zero_quantized_gradients", True, 1),
+        ("zero_optimization", "shard_size", 4, 1),
+        ("parallel", "expert", 2, 4),
+    ],
+)
+def test_a_layout_takes_what_it_accepts_of_a_configuration(section: str, key: str, value: Any, least: int) -> None:
+    base = {"optimizer": {"type": "AdamW"}, section: {key: value}}
+    for stage in range(4):
+        settings = settings_of(TrainingLayout(dp=4, stage=stage), base)
+        assert (settings[section].get(key) == value) == (stage >= least)
+        assert load_config(settings, 4).parallel.expert == 1
+    assert "shard_size" not in settings_of(TrainingLayout(dp=2, tp=2, stage=1), base)["zero_optimization"]
+
+
+@pytest.mark.long
+def test_a_search_knows_what_the_host_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--layers", 8, "--width", 2048, "--heads", 16, "--context", 256, "--memory", 5, "--world", 1)
+    offloaded = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "run.json").write_text(json.dumps(GRID | {"parallel": {}, "zero_optimization": offloaded}))
+    found = planned(capsys, tmp_path / "run.json", *sizes, "--search", "--estimate", "--top", 1)
+    assert found["finalists"][0]["fits"]
 
 
 @pytest.mark.long
@@ -371,6 +417,15 @@ def test_the_longest_row_of_a_folder(
     shown = capsys.readouterr().out
     assert f"longest: {best['tokens']:,} tokens a row, {best['layout']}" in shown
     assert "note: the model declares 64 positions" in shown
+
+
+def test_rows_that_nothing_reads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(GRID))
+    given = (tmp_path / "run.json", "--world", 8, "--batch", 64)
+    assert refused(capsys, *given).startswith("--batch 64 is given, but a step of the configuration has 8 rows;")
+    assert "leave one of them out" in refused(capsys, "--world", 8, "--batch", 64, "--longest")
+    options = make_parser().parse_args(["plan", *map(str, given), "--search"])
+    assert read_request(options).rows == 64
 
 
 def test_a_longest_row_has_its_mistakes_in_a_sentence(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,12 @@ def test_layouts_with_equal_blocks_share_a_sample(monkeypatch: pytest.MonkeyPatc
     assert samples.of(replace(layout, recomputation="none"), fresh=False) is None
 
 
+def test_experts_on_several_ranks_take_the_sample_of_one() -> None:
+    samples = SampledBlocks(decoder(), config_of, GPU)
+    shared = samples.of(TrainingLayout(dp=4, ep=2))
+    assert shared is not None and shared == samples.of(TrainingLayout(dp=4))
+
+
 def test_the_closed_form_takes_the_scale_of_the_sample() -> None:
     samples, work = SampledBlocks(decoder(), config_of, GPU), SHAPE.workload()
     estimate = StepModel(work, GPU, 8).estimate(TrainingLayout(dp=2, micro=2, microbatches=4))
