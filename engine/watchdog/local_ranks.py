@@ -267,8 +267,12 @@ def flight_folder() -> Path:
 
 
 def remove_old(folder: Path) -> None:
-    """Deletes subfolders of ``folder`` (flight files of jobs) that have not changed for a day; ignores errors."""
+    """Deletes subfolders of ``folder`` (flight files of jobs) that are older than a day and in which no rank runs;
+    ignores errors.
+    """
     for old in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:
-                shutil.rmtree(old)
+                local = LocalRanks(old)
+                local.refresh()
+                local.close(remove=not local.running)
