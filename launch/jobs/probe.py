@@ -13,18 +13,20 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 MARK = "trine-probe "
 SOURCES = (".py", ".json")
 
 
-def gpu_names() -> list[str]:
-    """Returns the names of this host's GPUs that CUDA_VISIBLE_DEVICES does not hide, from ``nvidia-smi``.
+def gpu_names(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns the names of this host's GPUs that CUDA_VISIBLE_DEVICES of ``environment`` does not hide, from
+    ``nvidia-smi``.
 
     The list is empty without ``nvidia-smi``.
     """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    given = environment.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None or given == "":
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
