@@ -37,7 +37,7 @@ def write_job_file(path: Path, text: str) -> None:
     try:
         if path.exists() and WRITTEN not in path.read_text(encoding="utf-8", errors="replace"):
             raise LaunchError(f"{path} exists, but trine launch has not written it; give another --out, or move it.")
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")  # paths may be no text
     except OSError as error:
         raise LaunchError(f"{path} cannot be written ({error.strerror}); give another --out.") from error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.launch.cli import main
-from engine.launch.jobs.schedulers import WRITTEN
+from engine.launch.jobs.schedulers import WRITTEN, write_job_file
 from tests.cluster.jobs import ROOT, copied
 
 COMMANDS: Mapping[str, str] = {
@@ -157,6 +157,11 @@ def test_without_slurm_the_script_is_written_and_the_absence_said(
     assert main(["launch", "--slurm", "--submit", *OPTIONS, "job.py"]) == 1
     sentence = "--submit: there is no sbatch here; on a login node of the cluster, run: sbatch job.sbatch.\n"
     assert capsys.readouterr().err == sentence and WRITTEN in (folder / "job.sbatch").read_text()
+
+
+def test_a_folder_whose_name_is_no_text_is_written_as_it_is(tmp_path: Path) -> None:
+    write_job_file(tmp_path / "job.sbatch", os.fsdecode(b"cd /data/\xff\n"))
+    assert (tmp_path / "job.sbatch").read_bytes() == b"cd /data/\xff\n"
 
 
 def test_a_file_of_somebody_else_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
