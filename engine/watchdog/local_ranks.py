@@ -9,7 +9,6 @@ Newest events of all ranks are printed on one clock, as text and as a trace for 
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import stat
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 from engine.parallel.comm.flight.flight import SECOND, Event, FlightFile
 from engine.reporting.failure_message import torchrun_error
+from engine.watchdog.exchange import await_any
 from engine.watchdog.view import RankView, ending, exit_of, look, process_state, started_after
 
 MOST = 200
@@ -235,7 +235,7 @@ class LocalRanks:
 
 def _readable(process: int | None) -> bool:
     """Returns True if a pidfd reports that its process has ended."""
-    return process is not None and bool(select.select([process], [], [], 0)[0])
+    return process is not None and await_any([process], 0)
 
 
 def _catches(pid: int, number: int) -> bool:
