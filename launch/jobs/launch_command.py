@@ -269,7 +269,7 @@ def _over_ssh(options: Namespace, request: JobRequest) -> int:
     ssh = SshRequest(
         hostfile=options.hostfile,
         hosts=tuple(hosts[: request.nodes.most] if request.nodes is not None else hosts),
-        ssh=tuple(shlex.split(options.ssh or "ssh")),
+        ssh=_ssh_words(options.ssh or "ssh"),
         seconds=float(options.preflight_timeout or 10),
         python=request.python,
     )
@@ -281,6 +281,16 @@ def _over_ssh(options: Namespace, request: JobRequest) -> int:
     first = examined.found[0]
     plan = SshPlan(request=request, ssh=ssh, hosts=examined.found)
     return SshJob(plan, MeetingPlace(first=first.host, port=first.port, identity=identity), examined.absent).run()
+
+
+def _ssh_words(text: str) -> tuple[str, ...]:
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quotation without its end
+        words = []
+    if not words:
+        raise LaunchError(f"--ssh {text!r} is no command; give a program and its options, such as 'ssh -p 2222'.")
+    return tuple(words)
 
 
 def _show_ssh(request: JobRequest, ssh: SshRequest) -> None:
