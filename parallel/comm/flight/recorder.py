@@ -64,6 +64,9 @@ class FlightRecorder:
         try:
             os.posix_fallocate(file, 0, layout.FILE_BYTES)  # memory that is missing later ends the process
             self._map: mmap.mmap | bytearray = mmap.mmap(file, layout.FILE_BYTES)
+        except OSError:
+            path.unlink()  # others would wait for its header
+            raise
         finally:
             os.close(file)
         self._sequence = 0
