@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from engine.parallel.comm.flight.flight import SECOND, Event, Flight, StreamWaits, indices_of, rank_runs, ranks_of
+from engine.parallel.comm.flight.flight import SECOND, Event, Flight, StreamWaits, rank_runs, ranks_of, read_indices
 from engine.parallel.comm.flight.layout import NAME_BYTES, EventKind, Phase
 
 RECENT = 6
@@ -58,7 +58,7 @@ def _peers(stream: str, axis: str, peer: int, flight: Flight) -> tuple[int, ...]
     _, _, places = stream.replace(" indices ", " stages ").partition(" stages ")
     if not places or len(stream.encode()) >= NAME_BYTES:  # of a name that was cut, the last index is unknown
         return ranks
-    return tuple(ranks[index] for index in indices_of(places))
+    return tuple(ranks[index] for index in read_indices(places))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,13 +20,14 @@ MARK = "trine-probe "
 SOURCES = (".py", ".json")
 
 
-def gpu_names(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the names of this host's GPUs that CUDA_VISIBLE_DEVICES of ``environment`` does not hide, from
-    ``nvidia-smi``.
+def gpu_names(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the names of this host's GPUs that CUDA_VISIBLE_DEVICES does not hide, from ``nvidia-smi``.
+
+    ``environment``: variables of the process that will use the GPUs; None: those of this process.
 
     The list is empty without ``nvidia-smi``.
     """
-    given = environment.get("CUDA_VISIBLE_DEVICES")
+    given = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None or given == "":
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -259,7 +259,7 @@ def ranks_of(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(first + step * number for first, step, count in runs for number in range(count))
 
 
-def indices_of(text: str) -> tuple[int, ...]:
+def read_indices(text: str) -> tuple[int, ...]:
     """Returns the indices in ``text``, such as 0, 4, 8, 12 of ``0-12/4``; as ``indices_text`` writes them."""
     parts = (part.replace("/", "-").split("-") for part in text.split(","))
     spans = ((int(first), int(rest[0] if rest else first), int(rest[1] if rest[1:] else 1)) for first, *rest in parts)

@@ -35,7 +35,7 @@ class Stream(NamedTuple):
 def indices_text(indices: Sequence[int]) -> str:
     """Returns ``indices`` as a short text for the name of a stream, such as ``0,3``, ``0-15`` or ``0-12/4``.
 
-    ``indices_of`` reads it.
+    ``read_indices`` reads it.
     """
     return ",".join(
         f"{first}-{first + step * (count - 1)}" + f"/{step}" * (step > 1)
