@@ -35,6 +35,8 @@ from engine.program.batch_rows import Name
 
 _STATE, _HOST = "engine", "lightning.ckpt"
 """Names of the entries of a checkpoint folder."""
+_STEP = "trine_engine_step"
+"""Key of the name of the engine's checkpoint in Lightning's file."""
 
 
 class Strategy(DDPStrategy):  # type: ignore[misc]
@@ -306,7 +308,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             return
         saved = self.engine.save_checkpoint(Path(filepath, _STATE)).wait()
         host = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        super().save_checkpoint(host | {_STATE: saved.name}, Path(filepath, _HOST), storage_options)
+        super().save_checkpoint(host | {_STEP: saved.name}, Path(filepath, _HOST), storage_options)
         if self.is_global_zero:  # an earlier save under the same name, such as last.ckpt
             retain(Files(), saved.parent, 1)
 
@@ -338,7 +340,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             )
         host = self.checkpoint_io.load_checkpoint(Path(checkpoint_path, _HOST), weights_only=weights_only)
         # a save that was interrupted may have left a later step of the engine
-        self._restored = Path(checkpoint_path, _STATE, host.pop(_STATE, ""))
+        self._restored = Path(checkpoint_path, _STATE, host.pop(_STEP, ""))
         return {**host, "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -167,7 +167,9 @@ def lit(line: Line, case: LitCase) -> None:
     again = Path(case.folder, "again.ckpt")
     for _ in range(2):
         trainer.save_checkpoint(again)
-    named = "" if case.config is None else str(torch.load(again / "lightning.ckpt", weights_only=False)["engine"])
+    named = ""
+    if case.config is not None:
+        named = str(torch.load(again / "lightning.ckpt", weights_only=False)["trine_engine_step"])
     module.seen["validated"].append(trainer.test(module, held_out, verbose=False)[0]["test_loss"])
     folder = Path(case.folder)
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
