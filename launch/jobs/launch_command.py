@@ -116,10 +116,12 @@ def _add_places(command: ArgumentParser) -> None:
     kubernetes.add_argument("--kubernetes", choices=KINDS, help="write a JobSet, or a TrainJob of Kubeflow Trainer")
     kubernetes.add_argument("--image", metavar="NAME", help="container image")
     kubernetes.add_argument("--namespace", metavar="NAME")
-    kubernetes.add_argument("--max-restarts", type=int, metavar="N", help="restarts of the whole set (10)")
+    kubernetes.add_argument("--max-restarts", type=_from_0, metavar="N", help="restarts of the whole set (10)")
     both = command.add_argument_group("under Slurm and on Kubernetes")
     both.add_argument("--name", help="name of the job; default: the script's")
-    both.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node; default: one per rank; 0: none")
+    both.add_argument(
+        "--gpus-per-node", type=_from_0, metavar="N", help="GPUs of a node; default: one per rank; 0: none"
+    )
     both.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: NAME.sbatch or NAME.yaml")
 
 
@@ -127,6 +129,13 @@ def _count(text: str) -> int:
     """Parses a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _from_0(text: str) -> int:
+    """Parses a whole number of at least 0."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 

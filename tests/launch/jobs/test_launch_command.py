@@ -160,6 +160,10 @@ def test_counts_are_whole_numbers(count: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["launch", f"--ranks-per-node={count}", "job.py"])
     assert f"argument --ranks-per-node: {count!r} is not a whole number of at least 1" in capsys.readouterr().err
+    for option in ("--gpus-per-node", "--max-restarts"):
+        with pytest.raises(SystemExit):
+            main(["launch", f"{option}=-1", "job.py"])
+        assert f"argument {option}: '-1' is not a whole number of at least 0" in capsys.readouterr().err
 
 
 def started(warm_python: str, folder: Path, *words: str) -> "subprocess.Popen[str]":
