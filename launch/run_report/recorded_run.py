@@ -292,7 +292,9 @@ def _are_counts(value: Any) -> bool:
 
 def _number(value: Any) -> float | None:
     """Returns a number, or None for one that was not finite."""
-    if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise TypeError(f"{value!r} is not a finite number")
     return value
 
