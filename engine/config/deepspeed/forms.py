@@ -162,7 +162,13 @@ def _elasticity(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
                 f"{shown_value(raw[key])} with elasticity, which sets it to {value}; remove {key}, or elasticity.",
             )
         raw[key] = value
-    raw.pop("gradient_accumulation_steps", None)
+    steps = raw.pop("gradient_accumulation_steps", "auto")
+    if steps not in ("auto", None) and not ignored:
+        problems.add(
+            "gradient_accumulation_steps",
+            f"{shown_value(steps)} with elasticity, which derives it; remove gradient_accumulation_steps, or "
+            "elasticity.",
+        )
     notes.append(
         f"elasticity: acts as train_batch_size {found.rows}, which most numbers of GPUs divide, in microbatches of "
         f"{found.micro}; a checkpoint resumes on any of them."
