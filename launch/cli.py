@@ -1,6 +1,8 @@
 """Command line ``trine``. Reading and checking a configuration imports no torch, so it responds at once."""
 
 import json
+import os
+import signal
 import sys
 from argparse import PARSER, REMAINDER, ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,10 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = make_parser().parse_args(arguments)
     try:
-        return options.run(options) or 0
+        code = options.run(options) or 0
+        sys.stdout.flush()
+        return int(code)
     except EngineError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read the output has ended, as in `trine schema | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 128 + signal.SIGPIPE
 
 
 class CommandParser(ArgumentParser):

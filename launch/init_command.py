@@ -184,7 +184,7 @@ def _folder_words(folder: Path, config: Any, kind: str) -> dict[str, Any]:
     imported = [*["AutoConfig"] * (not weights), *["AutoTokenizer"] * tokenizer, kind]
     saved = '\n    if eng.grid.rank == 0:\n        tokenizer.save_pretrained("trained")' if tokenizer else ""
     return {
-        "folder": json.dumps(str(folder.resolve())),
+        "folder": _literal(folder.resolve()),
         "imported": ", ".join(imported),
         "context": min(256, getattr(config, "max_position_embeddings", None) or 256),
         "tokens": read if tokenizer else as_bytes,
@@ -212,4 +212,9 @@ def _found_from(module: str, out: Path) -> str:
     here, file = Path.cwd(), sys.modules[module].__file__
     if out.resolve() == here or file is None or not Path(file).resolve().is_relative_to(here):
         return ""
-    return f"\nsys.path.insert(0, {json.dumps(str(here))})  # the folder of {module}\n"
+    return f"\nsys.path.insert(0, {_literal(here)})  # the folder of {module}\n"
+
+
+def _literal(path: Path) -> str:
+    """Returns a path as a literal of Python in double quotes, in which JSON's pairs of surrogates mean nothing."""
+    return json.dumps(str(path), ensure_ascii=False)

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 from engine.config import Config, load_config, load_raw
 from engine.config.config_file import OVERRIDES_HELP
-from engine.config.outer_section import OuterConfig, shared_settings
+from engine.config.outer_section import OuterConfig, check_address, shared_settings
+from engine.config.rules import Problems
 from engine.errors import ConfigError, EngineError
 from engine.reporting.console import aligned
 
@@ -122,7 +123,10 @@ def _print_status(url: str) -> None:
     from engine.outer.http.line import HttpLink
     from engine.outer.http.open_link import read_token
 
-    link = HttpLink([url if "://" in url else f"http://{url}"], token=read_token(OuterConfig()))
+    address, problems = url if "://" in url else f"http://{url}", Problems("trine outer status")
+    check_address("URL", address, problems)
+    problems.raise_if_any()
+    link = HttpLink([address], token=read_token(OuterConfig()))
     try:
         status = link.status()
     finally:

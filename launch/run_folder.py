@@ -45,10 +45,16 @@ def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, sh
 
     Raises:
         EngineError: another process trains in the folder; the run in it has another text, model or seed; or ``--fresh``
-            is given, but the checkpoint folder in ``settings`` is outside the run folder and has checkpoints.
+            is given, but this process was started in the folder, or the checkpoint folder in ``settings`` is outside
+            the run folder and has checkpoints.
     """
     folder: Path = options.out
     if options.fresh and folder.exists():
+        if Path.cwd().is_relative_to(folder.resolve()):
+            raise EngineError(
+                f"--fresh renames {folder}, but this process has been started in it; start it in another folder, or "
+                "name another folder with --out."
+            )
         _refuse_kept(folder, Path(settings["checkpoint"]["folder"]))
         os.close(_lock(folder))
         folder.rename(_free_name(folder))
@@ -133,6 +139,7 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _free_name(folder: Path) -> Path:
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
     number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
     return folder.with_name(f"{folder.name}.{number}")
 

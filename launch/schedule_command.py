@@ -1,6 +1,5 @@
 """Command ``trine schedule``: draws a pipeline schedule, prints its figures, compares kinds, writes files. No torch."""
 
-import math
 import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from engine.parallel.pipeline.schedule.schedule_file import ENDINGS, read_schedu
 from engine.parallel.pipeline.schedule.simulate import Cost, simulate
 from engine.parallel.pipeline.schedule.validate import check
 
+_SHORTEST = 1e-99
+"""Shortest duration above 0, and one over the longest: sums and shares of them are finite."""
 RANKS, MICROBATCHES = 4, 8
 """Default numbers of ranks and microbatches."""
 
@@ -97,7 +98,7 @@ def _cost(options: Namespace, config: Config | None) -> Cost:
     """Collects the times of a slice from the command line, then the configuration, then the defaults."""
     named = {word: getattr(options, word) for word in ("forward", "backward", "input", "weight", "transfer")}
     for word, time in named.items():
-        if time is not None and not (math.isfinite(time) and time >= 0 and (time or word != "forward")):
+        if time is not None and not (_SHORTEST <= time <= 1 / _SHORTEST or (time == 0 and word != "forward")):
             at_least = "more than 0" if word == "forward" else "0 or more"
             raise ScheduleError(f"--{word} {time:g} is not a duration; give a number, {at_least}.")
     known = (config and config.parallel.schedule_costs) or ScheduleCosts()

@@ -8,7 +8,7 @@ outer loop of site 1: clock 7, version 9, staleness 1, 3 members, 560 rows, wait
 
 import json
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from engine.watchdog.monitor import REPORT
 from engine.watchdog.view import RankView
 
 _HEAD = ("rank", "host", "pid", "step", "is in", "for", "finished before")
+_MOST_SECONDS = 10**6
 _LATEST_DEAD, _RECENT_HOURS = 3, 1
 """Maximum number of listed dead jobs, and hours since their end; older ones are only counted."""
 _WAITS_HEAD = ("rank", "has waited in", "between", "times", "in all")
@@ -34,8 +35,15 @@ def add_watch_options(command: ArgumentParser) -> None:
     ))  # fmt: skip
     command.add_argument("--waits", action="store_true", help="also show the waits of each rank by stream")
     command.add_argument(
-        "--every", type=float, default=0.0, metavar="SECONDS", help="repeat the output at this interval"
+        "--every", type=_seconds, default=0.0, metavar="SECONDS", help="repeat the output at this interval"
     )
+
+
+def _seconds(text: str) -> float:
+    """Parses a number of seconds, 0 or more, for which a process can sleep."""
+    if not 0 <= float(text) <= _MOST_SECONDS:
+        raise ArgumentTypeError(f"{text!r} is not a number from 0 to {_MOST_SECONDS}")
+    return float(text)
 
 
 def show_ranks(options: Namespace) -> None:

@@ -21,11 +21,15 @@ def _now(*keys: str) -> Callable[[object], Mapping[str, object]]:
     return lambda value: dict.fromkeys(keys, value)
 
 
+_LARGE = 2**53
+"""Bound of the numbers that are doubled here; the rule of the present key refuses larger ones, and NaN."""
+
+
 def _one_timeout(value: object) -> Mapping[str, object]:
     """Returns the keys that make the watchdog wait ``value`` seconds: it waits half of the time of communication."""
     if value is None:
         return {"watchdog.enabled": False}
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGE:
         return {"communication.timeout_seconds": math.ceil(2 * value)}
     return {} if value == "auto" else {"communication.timeout_seconds": value}
 
@@ -236,7 +240,7 @@ def move(raw: dict[str, Any], target: str, value: object, origin: str, problems:
 
     If ``target`` already has a different value, that value stays, and a problem about ``origin`` is added.
     """
-    if (given := put_at(raw, target, value)) != value:
+    if (given := put_at(raw, target, value)) is not value and given != value:  # NaN differs from itself
         rival = f"which is given as {shown_value(given)}"
         problems.add(origin, f"sets {target} to {shown_value(value)}, {rival}; remove one of them.")
 

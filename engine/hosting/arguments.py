@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.config import Config
+from engine.config.wording import kind as kind_of
+from engine.config.wording import shown_value
 from engine.errors import ConfigError, EngineError
 from engine.hosting import check_versions
 from engine.parallel.comm.agreement import differing
@@ -158,8 +160,8 @@ def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
     if config.get("train_batch_size") == "auto":
         del config["train_batch_size"]
     _take_precision(config, args)
-    _check_optimizer(_described(config, "optimizer"), args)
-    _check_schedule(_described(raw, "scheduler"), args)
+    _check_optimizer(_section(config, "optimizer"), args)
+    _check_schedule(_section(raw, "scheduler"), args)
     return config | {"optimizer": None, "scheduler": None}
 
 
@@ -170,19 +172,15 @@ def _take_precision(config: dict[str, Any], args: Any) -> None:
         if key not in config:
             if asked:
                 config["torch_autocast" if key == "bf16" else "fp16"] = {"enabled": True}
-        elif isinstance(config[key], Mapping) and bool(config[key].get("enabled")) != asked:
-            raise conflict(f"{key}.enabled", bool(config[key].get("enabled")), key, asked)
+        elif (given := bool(_section(config, key).get("enabled"))) != asked:
+            raise conflict(f"{key}.enabled", given, key, asked)
 
 
-def _described(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns the section ``key`` of a configuration, empty if there is none; refuses a list or another value."""
-    section = raw.get(key) or {}
-    if isinstance(section, Mapping) and isinstance(section.get("params") or {}, Mapping):
-        return section
-    raise ConfigError(
-        f"{key} is no object with type and params in engine_config, but TrainingArguments describe one {key}; remove "
-        f"{key} from engine_config, or pass your own to Trainer as optimizers=."
-    )
+def _section(config: Mapping[str, Any], key: str, at: str = "") -> Mapping[str, Any]:
+    given = config.get(key) or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{at}{key}: {shown_value(given)} is {kind_of(given)}; give an object, or leave {key} out.")
+    return given
 
 
 def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
@@ -195,7 +193,7 @@ def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
                 f"optimizer.{key} is set in engine_config, but TrainingArguments describe the optimizer; remove it, or "
                 "pass an optimizer with its own groups to Trainer as optimizers=."
             )
-    for key, given in (section.get("params") or {}).items():
+    for key, given in _section(section, "params", "optimizer.").items():
         if (owned := _OWNED.get(f"optimizer.params.{key}")) is None:
             raise ConfigError(
                 f"optimizer.params.{key} is set in engine_config; set it in TrainingArguments.optim_args."
@@ -206,7 +204,7 @@ def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
 
 
 def _check_schedule(section: Mapping[str, Any], args: Any) -> None:
-    for key, given in (section.get("params") or {}).items():
+    for key, given in _section(section, "params", "scheduler.").items():
         if given != "auto":
             raise ConfigError(
                 f"scheduler.params.{key} is {given} in engine_config, but TrainingArguments describe the schedule "
@@ -224,8 +222,9 @@ def conflict(key: str, given: Any, name: str, value: Any, owner: str = "Training
     """Returns the error for two contradicting values: ``given`` for the configuration key ``key``, and ``value`` for
     ``name`` of ``owner``.
     """
+    shown = shown_value(given) if isinstance(given, str) and not isinstance(value, str) else given
     return ConfigError(
-        f"{key} is {given} in engine_config and {name} is {value} in {owner}, but a run has one; set the same value, "
+        f"{key} is {shown} in engine_config and {name} is {value} in {owner}, but a run has one; set the same value, "
         f'or "auto" in engine_config.'
     )
 

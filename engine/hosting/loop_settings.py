@@ -65,7 +65,8 @@ class LoopSettings:
 
     def _is_cut(self, config: Mapping[str, Any]) -> bool:
         """Returns True if a batch of the loader passes the pipeline in equal parts of the configured size."""
-        rows, pipeline = part_rows(config), (config.get("parallel") or {}).get("pipeline", 1)
+        rows, parallel = part_rows(config), config.get("parallel")
+        pipeline = parallel.get("pipeline", 1) if isinstance(parallel, Mapping) else 1
         cut = rows is not None and self.micro is not None and rows < self.micro and self.micro % rows == 0
         return cut and pipeline != 1
 

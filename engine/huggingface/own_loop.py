@@ -19,6 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from engine.api import initialize
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_folders import retain
 from engine.config import ConfigSource, load_raw
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError, EngineError
@@ -61,7 +63,10 @@ class SavedState(EngineAccelerator):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         for hook in hooks.values():
             hook(models, [], folder)
-        self.trained.save_checkpoint(Path(folder, _STATE), {_STEP: self.step, _RANKS: self.num_processes}).wait()
+        client = {_STEP: self.step, _RANKS: self.num_processes}
+        saved = self.trained.save_checkpoint(Path(folder, _STATE), client).wait()
+        if self.grid.rank == 0:  # an earlier save into the same folder
+            retain(Files(), saved.parent, 1)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:

@@ -22,6 +22,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from engine.api import initialize
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_folders import retain
 from engine.config import Config, ConfigSource, load_raw
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError, EngineError
@@ -33,6 +35,8 @@ from engine.program.batch_rows import Name
 
 _STATE, _HOST = "engine", "lightning.ckpt"
 """Names of the entries of a checkpoint folder."""
+_STEP = "trine_engine_step"
+"""Key of the name of the engine's checkpoint in Lightning's file."""
 
 
 class Strategy(DDPStrategy):  # type: ignore[misc]
@@ -302,9 +306,11 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint | {"state_dict": self._whole_state()}, filepath, storage_options)
             return
-        self.engine.save_checkpoint(Path(filepath, _STATE)).wait()
+        saved = self.engine.save_checkpoint(Path(filepath, _STATE)).wait()
         host = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        super().save_checkpoint(host, Path(filepath, _HOST), storage_options)
+        super().save_checkpoint(host | {_STEP: saved.name}, Path(filepath, _HOST), storage_options)
+        if self.is_global_zero:  # an earlier save under the same name, such as last.ckpt
+            retain(Files(), saved.parent, 1)
 
     def _whole_state(self) -> dict[str, Tensor]:
         """Returns the LightningModule's state on rank 0, with names as without the engine. Collective."""
@@ -332,8 +338,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
                 "strategy has written without save_weights_only, or load a file of weights before fit, with "
                 "load_from_checkpoint."
             )
-        self._restored = Path(checkpoint_path)
         host = self.checkpoint_io.load_checkpoint(Path(checkpoint_path, _HOST), weights_only=weights_only)
+        # a save that was interrupted may have left a later step of the engine
+        self._restored = Path(checkpoint_path, _STATE, host.pop(_STEP, ""))
         return {**host, "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -347,7 +354,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         module: Any = self.lightning_module
         assert self._restored is not None, "load_checkpoint comes first"
         alone = module.trainer.state.fn != TrainerFn.FITTING
-        self.engine.load_checkpoint(self._restored / _STATE, load_module_only=alone, strict=strict)
+        self.engine.load_checkpoint(self._restored, load_module_only=alone, strict=strict)
 
     def on_train_start(self) -> None:
         """Sets the optimizer's learning rates to the restored schedules' rates, if Trainer has loaded a checkpoint."""

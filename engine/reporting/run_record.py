@@ -142,12 +142,13 @@ class RunRecord:
 
     def _append(self, line: str) -> None:
         with (self._folder / STEPS).open("a+b") as file:
-            if file.tell() and not _ends_line(file.name):
+            if file.tell() and not ends_line(file.name):
                 file.write(b"\n")  # a killed start has left half a line
             file.write(line.encode() + b"\n")
 
 
-def _ends_line(path: str) -> bool:
+def ends_line(path: str | Path) -> bool:
+    """Returns True if the last byte of a file, which is not empty, ends a line; a killed process may cut a line."""
     with open(path, "rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read() == b"\n"

@@ -19,7 +19,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.planning.plan import Plan
 from engine.program.expert_load import ExpertStack
-from engine.reporting.run_record import RunRecord, StepProfile, profiled_steps
+from engine.reporting.run_record import RunRecord, StepProfile, ends_line, profiled_steps
 from engine.reporting.step_report import ProgressSink, StepReport, metric_key, peak_memory, utilisation
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState, metric_averages
@@ -42,6 +42,8 @@ class AppendedFile:
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+", encoding="utf-8", newline="")  # noqa: SIM115 - lives as long as the run
+        if self._file.tell() and not ends_line(path):
+            self._file.write("\n")
 
     def close(self) -> None:
         """Closes the log file."""

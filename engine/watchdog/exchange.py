@@ -22,6 +22,18 @@ _RECONNECT_SECONDS = 1.0
 """Seconds between two attempts to connect, and the limit of an attempt."""
 
 
+def await_any(readable: Sequence[int], seconds: float, writable: Sequence[int] = ()) -> bool:
+    """Waits at most ``seconds`` until a file descriptor of ``readable`` or ``writable`` is ready; returns True if one
+    is. Numbers above 1023 are allowed, which ``select`` refuses.
+    """
+    ready = select.poll()
+    for descriptor in readable:
+        ready.register(descriptor, select.POLLIN)
+    for descriptor in writable:
+        ready.register(descriptor, select.POLLIN | select.POLLOUT)
+    return bool(ready.poll(1e3 * seconds))
+
+
 @dataclass(slots=True)
 class Line:
     """TCP connection between the watchdog processes (monitors) of two hosts. A message is a dict, sent as a line of
@@ -86,7 +98,7 @@ class Line:
         for text in whole:
             try:
                 message = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.close()  # the other end is no monitor
                 return
             if isinstance(message, dict):
@@ -132,7 +144,7 @@ class Hub:
             also: other file descriptors that end the wait; this method does not read them.
         """
         links = [self.listener.fileno(), *(line.link.fileno() for line in self.lines if line.open)]
-        select.select([*links, *also], [], [], seconds)
+        await_any([*links, *also], seconds)
         while True:
             try:
                 link, _ = self.listener.accept()
@@ -197,7 +209,7 @@ class Spoke:
         if (self._line is None or self._opening or not self._line.open) and self._due():
             self._connect()
         links = [self._line.link.fileno()] if self._line is not None and self._line.open else []
-        select.select([*links, *also], links if self._opening else [], [], seconds)
+        await_any([*links, *also], seconds, links if self._opening else ())
         if self._line is None:
             return []
         self._line.flush()

@@ -9,7 +9,6 @@ Newest events of all ranks are printed on one clock, as text and as a trace for 
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import stat
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 from engine.parallel.comm.flight.flight import SECOND, Event, FlightFile
 from engine.reporting.failure_message import torchrun_error
+from engine.watchdog.exchange import await_any
 from engine.watchdog.view import RankView, ending, exit_of, look, process_state, started_after
 
 MOST = 200
@@ -235,7 +235,7 @@ class LocalRanks:
 
 def _readable(process: int | None) -> bool:
     """Returns True if a pidfd reports that its process has ended."""
-    return process is not None and bool(select.select([process], [], [], 0)[0])
+    return process is not None and await_any([process], 0)
 
 
 def _catches(pid: int, number: int) -> bool:
@@ -267,8 +267,12 @@ def flight_folder() -> Path:
 
 
 def remove_old(folder: Path) -> None:
-    """Deletes subfolders of ``folder`` (flight files of jobs) that have not changed for a day; ignores errors."""
+    """Deletes subfolders of ``folder`` (flight files of jobs) that are older than a day and in which no rank runs;
+    ignores errors.
+    """
     for old in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:
-                shutil.rmtree(old)
+                local = LocalRanks(old)
+                local.refresh()
+                local.close(remove=not local.running)

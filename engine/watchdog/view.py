@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from engine.parallel.comm.flight.flight import SECOND, Event, Flight, StreamWaits, rank_runs, ranks_of
-from engine.parallel.comm.flight.layout import EventKind, Phase
+from engine.parallel.comm.flight.flight import SECOND, Event, Flight, StreamWaits, rank_runs, ranks_of, read_indices
+from engine.parallel.comm.flight.layout import NAME_BYTES, EventKind, Phase
 
 RECENT = 6
 """Number of newest events of each stream in a view."""
@@ -56,7 +56,9 @@ def _peers(stream: str, axis: str, peer: int, flight: Flight) -> tuple[int, ...]
         return tuple(sorted((flight.rank, peer)))
     ranks = ranks_of(flight.identity.get("axes", {}).get(axis, [[flight.rank, 1, 1]]))
     _, _, places = stream.replace(" indices ", " stages ").partition(" stages ")
-    return tuple(ranks[int(index)] for index in places.split(",")) if places else ranks
+    if not places or len(stream.encode()) >= NAME_BYTES:  # of a name that was cut, the last index is unknown
+        return ranks
+    return tuple(ranks[index] for index in read_indices(places))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

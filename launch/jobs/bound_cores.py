@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from engine.errors import LaunchError
 
 MODULE = "engine.launch.jobs.bound_cores"
+_MOST_CORES = 1 << 16
 
 
 def read_cores(text: str) -> tuple[int, ...]:
@@ -24,11 +25,12 @@ def read_cores(text: str) -> tuple[int, ...]:
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+        words = (first, last) if dash else (first,)
+        if not all(map(str.isdecimal, words)) or not int(first) <= int(words[-1]) < _MOST_CORES:
             raise LaunchError(
                 f"--bind-cores-to {text}: {part!r} is neither a core nor a range; write a list such as 0-3,8."
             )
-        found.update(range(int(first), int(last or first) + 1))
+        found.update(range(int(first), int(words[-1]) + 1))
     return tuple(sorted(found))
 
 

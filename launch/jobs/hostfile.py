@@ -121,7 +121,8 @@ def _parse(text: str, option: str, hosts: Sequence[Host]) -> dict[str, tuple[int
             raise LaunchError(
                 f"{option} {text}: {part!r} is not a host with GPUs; write NAME or NAME:0,2, joined by @."
             )
-        found[name] = tuple(sorted({int(number) for number in numbers}))
+        whole = listed is None or found.get(name) == ()
+        found[name] = () if whole else tuple(sorted({*found.get(name, ()), *map(int, numbers)}))
         slots = known[name].slots
         if slots is not None and found[name] and found[name][-1] >= slots:
             raise LaunchError(

@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 from engine.errors import LaunchError
@@ -116,10 +116,12 @@ def _add_places(command: ArgumentParser) -> None:
     kubernetes.add_argument("--kubernetes", choices=KINDS, help="write a JobSet, or a TrainJob of Kubeflow Trainer")
     kubernetes.add_argument("--image", metavar="NAME", help="container image")
     kubernetes.add_argument("--namespace", metavar="NAME")
-    kubernetes.add_argument("--max-restarts", type=int, metavar="N", help="restarts of the whole set (10)")
+    kubernetes.add_argument("--max-restarts", type=_from_0, metavar="N", help="restarts of the whole set (10)")
     both = command.add_argument_group("under Slurm and on Kubernetes")
     both.add_argument("--name", help="name of the job; default: the script's")
-    both.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node; default: one per rank; 0: none")
+    both.add_argument(
+        "--gpus-per-node", type=_from_0, metavar="N", help="GPUs of a node; default: one per rank; 0: none"
+    )
     both.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: NAME.sbatch or NAME.yaml")
 
 
@@ -127,6 +129,13 @@ def _count(text: str) -> int:
     """Parses a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _from_0(text: str) -> int:
+    """Parses a whole number of at least 0."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
@@ -226,15 +235,15 @@ def _here(options: Namespace, request: JobRequest, listed: Host | None = None) -
 
     ``listed``: this host as a file lists it.
     """
-    host = _this_host(options, listed)
-    ranks = request.ranks_per_node or host.slots
+    gpus, devices = _own_gpus(options, listed, {**os.environ, **request.export})
+    ranks = request.ranks_per_node or gpus
     if not ranks:
         ranks = 1
         print(
             "trine launch: nvidia-smi lists no GPU of this host, so 1 rank starts; --ranks-per-node N starts more.",
             file=sys.stderr,
         )
-    command, variables = torchrun_command(request, ranks, "1", None), torchrun_environment(request, host.devices)
+    command, variables = torchrun_command(request, ranks, "1", None), torchrun_environment(request, devices)
     if options.dry_run:
         print(shell_line(["env", *(f"{name}={value}" for name, value in variables.items()), *command]))
         return 0
@@ -246,16 +255,18 @@ def _here(options: Namespace, request: JobRequest, listed: Host | None = None) -
         raise LaunchError(f"{request.python} cannot be started ({error.strerror}); give --python PATH.") from error
 
 
-def _this_host(options: Namespace, listed: Host | None) -> Host:
-    """Returns this host with the GPUs that the job may use; slots are their number, None without GPUs."""
-    gpus = listed.slots if listed is not None and listed.slots is not None else len(gpu_names())
+def _own_gpus(options: Namespace, listed: Host | None, environment: Mapping[str, str]) -> tuple[int | None, list[str]]:
+    """Returns the number of this host's GPUs that the job may use (None without GPUs), and their names in
+    CUDA_VISIBLE_DEVICES; no names: all.
+    """
+    gpus = listed.slots if listed is not None and listed.slots is not None else len(gpu_names(environment))
     asked = [given.partition(":")[0] for given in (options.include, options.exclude) if given]
     names = (*HERE, socket.gethostname()) if listed is None else (listed.name,)
     name = next((name for name in names if name in asked), names[0])
     (host,) = chosen_hosts([Host(name=name, slots=gpus or None)], options.include, options.exclude)
-    visible = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.isdecimal()]
-    named = tuple(int(visible[device]) if device < len(visible) else device for device in host.devices)
-    return replace(host, devices=named)
+    visible = [word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    named = [visible[device] if device < len(visible) else str(device) for device in host.devices]
+    return host.slots, named
 
 
 def _over_ssh(options: Namespace, request: JobRequest) -> int:
@@ -267,7 +278,7 @@ def _over_ssh(options: Namespace, request: JobRequest) -> int:
     ssh = SshRequest(
         hostfile=options.hostfile,
         hosts=tuple(hosts[: request.nodes.most] if request.nodes is not None else hosts),
-        ssh=tuple(shlex.split(options.ssh or "ssh")),
+        ssh=_ssh_words(options.ssh or "ssh"),
         seconds=float(options.preflight_timeout or 10),
         python=request.python,
     )
@@ -281,6 +292,16 @@ def _over_ssh(options: Namespace, request: JobRequest) -> int:
     return SshJob(plan, MeetingPlace(first=first.host, port=first.port, identity=identity), examined.absent).run()
 
 
+def _ssh_words(text: str) -> tuple[str, ...]:
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quotation without its end
+        words = []
+    if not words:
+        raise LaunchError(f"--ssh {text!r} is no command; give a program and its options, such as 'ssh -p 2222'.")
+    return tuple(words)
+
+
 def _show_ssh(request: JobRequest, ssh: SshRequest) -> None:
     """Prints the lines that every host would run, with placeholders in capitals for values that hosts provide."""
     words = {"@PORT@": "A_FREE_PORT_OF_" + ssh.hosts[0].name, "@RANKS@": "NUMBER_OF_GPUS"}
@@ -290,10 +311,12 @@ def _show_ssh(request: JobRequest, ssh: SshRequest) -> None:
         plan = SshPlan(request=request, ssh=ssh, hosts=(facts,) * len(ssh.hosts))
         wish = plan.wish(facts, MeetingPlace(first=ssh.hosts[0], port=request.port or 0, identity=request.name))
         line = shell_line(wish["command"])
-        line = line if request.port else line.replace(f"{ssh.hosts[0].address}:0", f"{ssh.hosts[0].address}:@PORT@")
+        first = ssh.hosts[0].address
+        for end in () if request.port else (f"{first}:", f"{first}]:"):
+            line = line.replace(f"{end}0", f"{end}@PORT@")
         if not (request.ranks_per_node or host.slots):
             line = line.replace("--nproc-per-node=1", "--nproc-per-node=@RANKS@")
-        variables = shell_line([f"{name}={value}" for name, value in wish["environment"].items()])
+        variables = shell_line(["env", *(f"{name}={value}" for name, value in wish["environment"].items())])
         line = shell_line(["@LINE@"], {"@LINE@": line, **words})
         print(f"[{host.name}] {shell_line(ssh.command(host)[:-1])}")
         print(f"[{host.name}] cd {shlex.quote(wish['folder'])} && {variables} {line}")
@@ -313,7 +336,7 @@ def _slurm(options: Namespace, request: JobRequest) -> int:
         return 0
     if options.submit:
         return submit(path)
-    print(f"{path} is written; submit it with: sbatch {path}")
+    print(f"{path} is written; submit it with: sbatch {shlex.quote(str(path))}")
     return 0
 
 
@@ -327,7 +350,7 @@ def _kubernetes(options: Namespace, request: JobRequest) -> int:
     )
     path = options.out or Path(f"{request.name}.yaml")
     if _written(options, path, manifest(request, wish)):
-        print(f"{path} is written; start it with: kubectl apply -f {path}")
+        print(f"{path} is written; start it with: kubectl apply -f {shlex.quote(str(path))}")
     return 0
 
 

@@ -13,18 +13,21 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 MARK = "trine-probe "
 SOURCES = (".py", ".json")
 
 
-def gpu_names() -> list[str]:
+def gpu_names(environment: Mapping[str, str] | None = None) -> list[str]:
     """Returns the names of this host's GPUs that CUDA_VISIBLE_DEVICES does not hide, from ``nvidia-smi``.
+
+    ``environment``: variables of the process that will use the GPUs; None: those of this process.
 
     The list is empty without ``nvidia-smi``.
     """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    given = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None or given == "":
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

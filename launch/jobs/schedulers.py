@@ -37,7 +37,7 @@ def write_job_file(path: Path, text: str) -> None:
     try:
         if path.exists() and WRITTEN not in path.read_text(encoding="utf-8", errors="replace"):
             raise LaunchError(f"{path} exists, but trine launch has not written it; give another --out, or move it.")
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")  # paths may be no text
     except OSError as error:
         raise LaunchError(f"{path} cannot be written ({error.strerror}); give another --out.") from error
 
@@ -110,12 +110,12 @@ def _options(request: JobRequest, slurm: SlurmRequest, ranks: int) -> list[str]:
     gpus = ranks if slurm.gpus_per_node is None else slurm.gpus_per_node
     given = {"time": slurm.time, "partition": slurm.partition, "account": slurm.account}
     return [
-        f"--job-name={request.name}",
+        f"--job-name={shlex.quote(request.name)}",
         f"--nodes={str(nodes).replace(':', '-')}",
         "--ntasks-per-node=1",
         *([f"--gpus-per-node={gpus}"] if gpus else []),
         *_processors(slurm, ranks, gpus),
-        *(f"--{option}={value}" for option, value in given.items() if value is not None),
+        *(f"--{option}={shlex.quote(value)}" for option, value in given.items() if value is not None),
         f"--signal=B:TERM@{request.grace_seconds + SECONDS_BEFORE_THE_END}",
         "--requeue",
         "--open-mode=append",
@@ -169,7 +169,9 @@ def submit(path: Path) -> int:
         LaunchError: there is no sbatch.
     """
     if shutil.which("sbatch") is None:
-        raise LaunchError(f"--submit: there is no sbatch here; on a login node of the cluster, run: sbatch {path}.")
+        raise LaunchError(
+            f"--submit: there is no sbatch here; on a login node of the cluster, run: sbatch {shlex.quote(str(path))}."
+        )
     sys.stdout.flush()
     return subprocess.run(["sbatch", str(path)], check=False).returncode
 
@@ -227,12 +229,17 @@ def _command(request: JobRequest, ranks: int) -> list[str]:
         local_address=f"{request.name}-{NODE}-0-@INDEX@.{request.name}",
     )
     words = {"@FIRST@": "$((JOB_COMPLETION_INDEX == 0))", "@INDEX@": '"$JOB_COMPLETION_INDEX"'}
-    line = shell_line(torchrun_command(request, ranks, str(request.nodes), meeting), words)
+    line = shell_line([*map(_literal, torchrun_command(request, ranks, str(request.nodes), meeting))], words)
     return ["sh", "-c", f"exec {line}"]
 
 
+def _literal(text: str) -> str:
+    """Escapes a text for the command or a variable of a pod, where Kubernetes replaces ``$(NAME)`` and ``$$``."""
+    return text.replace("$", "$$")
+
+
 def _environment(request: JobRequest) -> list[dict[str, str]]:
-    return [{"name": name, "value": value} for name, value in torchrun_environment(request).items()]
+    return [{"name": name, "value": _literal(value)} for name, value in torchrun_environment(request).items()]
 
 
 def _limits(wish: KubernetesRequest, ranks: int) -> dict[str, int]:
@@ -340,7 +347,16 @@ def _yaml(value: Any, indent: str = "") -> Iterator[str]:
     else:
         plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w./-]*", value)
         taken = str(value).lower() in ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
-        yield f"{indent}{value if plain and not taken else json.dumps(value)}"
+        yield f"{indent}{value if plain and not taken else _quoted(value)}"
+
+
+def _quoted(value: Any) -> str:
+    """Returns JSON of a value; YAML reads no pairs of surrogates, and no DEL."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(
+        letter if letter < "\x7f" else f"\\u{ord(letter):04x}" if ord(letter) < 1 << 16 else f"\\U{ord(letter):08x}"
+        for letter in text
+    )
 
 
 def _entry(head: str, value: Any, indent: str) -> Iterator[str]:

@@ -74,10 +74,10 @@ def _program(request: JobRequest) -> list[str]:
     return ["--no-python", request.python, "-m", MODULE, *listed, *runs, request.script]
 
 
-def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> dict[str, str]:
+def torchrun_environment(request: JobRequest, devices: Sequence[int | str] = ()) -> dict[str, str]:
     """Returns the environment variables for torchrun on one node: the user's exports, and settings of the job.
 
-    ``devices``: indices of the GPUs for this node's ranks; empty: all.
+    ``devices``: indices or identifiers of the GPUs for this node's ranks; empty: all.
     """
     elastic = ELASTIC_ENVIRONMENT if request.elastic else {}
     seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}

@@ -239,7 +239,7 @@ def write_report(folder: Path, out: Path | None) -> None:
     file = out or folder / "report.html"
     traces, trace = read_traces(folder, run.size), file.with_name("trace.json")
     try:
-        file.write_text(page(run), encoding="utf-8")
+        file.write_text(page(run), encoding="utf-8", errors="backslashreplace")  # paths may be no text
         if traces:
             trace.write_text(perfetto(traces), encoding="utf-8")
     except OSError as error:

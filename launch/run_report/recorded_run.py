@@ -12,6 +12,8 @@ one host share a clock, so the first of them to leave it marks that time.
 """
 
 import json
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,9 @@ from engine.parallel.grid import AXES
 from engine.parallel.pipeline.schedule.actions import Action, Schedule
 from engine.parallel.pipeline.schedule.simulate import Span, StepTimeline
 from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_of, trace_file
+
+_DAMAGES = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, EngineError)
+"""Errors of reading values from a damaged file."""
 
 
 class SentBytes(NamedTuple):
@@ -67,7 +72,8 @@ class RecordedRank:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "RecordedRank":
         """Converts ``record``, the parsed JSON file of a rank, to a :class:`RecordedRank`."""
-        spans = record["spans"]
+        spans = record["spans"] or None
+        time.gmtime(record["written"])  # raises for a time that the report could not show
         return cls(
             rank=int(record["rank"]),
             place={axis: int(index) for axis, index in record["place"].items()},
@@ -80,7 +86,7 @@ class RecordedRank:
             host_bytes=sum(map(int, record["host_state"].values())),
             sent=tuple(_sent(row) for row in record["traffic"]),
             in_steps=float(record["in_steps"]),
-            waits=None if record["waits"] is None else {axis: float(s) for axis, s in record["waits"].items()},
+            waits=_numbers(record["waits"]),
             spans=None if spans is None else tuple(Span(Action.parse(a), float(b), float(e)) for a, b, e in spans),
         )
 
@@ -137,7 +143,7 @@ class RecordedRun:
         Pipelines with incomplete records are left out.
         """
         found: dict[str, StepTimeline] = {}
-        places = {(_outside_pipeline(rank), rank.place["pp"]): rank for rank in self.ranks}
+        places = {(_outside_pipeline(rank), rank.place.get("pp", 0)): rank for rank in self.ranks}
         length = len(self.schedule.per_rank)
         for outside in sorted({key[0] for key in places}):
             row = [places.get((outside, pp)) for pp in range(length)]
@@ -171,8 +177,12 @@ def read_run(folder: Path) -> RecordedRun:
         )
     try:
         size, schedule = int(first["ranks"]), schedule_of(first["run"]["schedule"])
-        facts = {key: first["run"][key] for key in ("grid", "plan", "notes", "config", "environment")}
-    except (KeyError, TypeError, ValueError, AttributeError, EngineError) as error:
+        run = first["run"]
+        facts = {**{key: run[key] for key in ("grid", "plan", "config")}, "notes": list(run["notes"])}
+        facts["environment"] = dict(run["environment"])
+        if size < 1:
+            raise ValueError(f"a run of {size} ranks")
+    except _DAMAGES as error:
         raise damaged_file(folder / rank_file(0), error) from error
     paths = [folder / rank_file(rank) for rank in range(size)]
     steps, notes = _steps(folder / STEPS)
@@ -200,7 +210,7 @@ def read_recording(path: Path) -> dict[str, Any] | None:
         return dict(record)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, *_DAMAGES) as error:
         raise damaged_file(path, error) from error
 
 
@@ -209,7 +219,7 @@ def _rank(path: Path) -> Iterator[RecordedRank]:
     try:
         if record is not None:
             yield RecordedRank.of(record)
-    except (KeyError, TypeError, ValueError, AttributeError, EngineError) as error:
+    except _DAMAGES as error:
         raise damaged_file(path, error) from error
 
 
@@ -229,16 +239,19 @@ def _steps(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Returns the logged steps, and notes about them. A line that a killed run has cut short is ignored."""
     kept: list[dict[str, Any]] = []
     cut = again = 0
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    try:
+        lines = path.read_bytes().splitlines() if path.exists() else []
+    except OSError as error:
+        raise damaged_file(path, error) from error
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:  # from a start that ended during the write
+        except (ValueError, RecursionError):  # from a start that ended during the write
             cut += 1
             continue
         try:
             row = _checked(row)
-        except (KeyError, TypeError) as error:
+        except _DAMAGES as error:
             raise damaged_file(
                 path, ValueError(f"line {number} is not a step, {type(error).__name__}: {error}")
             ) from error
@@ -257,13 +270,20 @@ def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a logged step after checking its numbers.
 
     Raises:
-        KeyError, TypeError: it is not a logged step.
+        _DAMAGES: it is not a logged step.
     """
     numbers = {name: _number(row[name]) for name in _NUMBERS}
+    more = {name: _numbers(row[name]) for name in ("metrics", "waits") if name in row}
     load = row.get("expert_load", {})
     if not isinstance(load, dict) or not all(map(_are_counts, load.values())):
         raise TypeError("expert_load contains something other than lists of whole numbers")
-    return {**row, **numbers, "step": int(row["step"]), "skipped": bool(row["skipped"])}
+    told = {"step": int(row["step"]), "skipped": bool(row["skipped"]), "nonfinite": row["nonfinite"]}
+    return {**row, **numbers, **more, **told}
+
+
+def _numbers(values: Any) -> dict[str, Any] | None:
+    """Returns numbers by name; None for no values."""
+    return None if values is None else {str(name): _number(value) for name, value in values.items()}
 
 
 def _are_counts(value: Any) -> bool:
@@ -272,8 +292,10 @@ def _are_counts(value: Any) -> bool:
 
 def _number(value: Any) -> float | None:
     """Returns a number, or None for one that was not finite."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise TypeError(f"{value!r} is not a number")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"{value!r} is not a finite number")
     return value
 
 
@@ -323,7 +345,7 @@ def read_traces(folder: Path, size: int) -> list[RankTrace]:
         try:
             if record is not None and int(record["ranks"]) == size:  # excludes an earlier start on another grid
                 found.append(_trace(record))
-        except (KeyError, TypeError, ValueError) as error:
+        except _DAMAGES as error:
             raise damaged_file(path, error) from error
     return found
 

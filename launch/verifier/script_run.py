@@ -85,13 +85,18 @@ class EngineStandIn:
         config = self._resolve(self._call.config)
         return config.grid(0)
 
-    def train_batch(self, batch: Any) -> None:
+    def train_batch(self, batch: Any, **options: Any) -> None:
         """Records ``batch``, or its first item if it is an iterator, as example rows; then ends the script."""
         given = next(batch) if isinstance(batch, Iterator) else batch
-        self._call.rows = _with_content(given) or self._call.rows
+        if (rows := _with_content(given)) is not None:
+            self._call.rows = rows
         raise _EndOfScript
 
-    eval_batch = __call__ = train_batch
+    eval_batch = train_batch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Records the batch, or the arguments of the model's forward, as example rows; then ends the script."""
+        self.train_batch(args[0] if len(args) == 1 and not kwargs else kwargs or args)
 
     def __enter__(self) -> "EngineStandIn":
         return self

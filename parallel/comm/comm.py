@@ -21,7 +21,7 @@ from engine.errors import EngineError, first_line
 from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
 from engine.parallel.comm.failed_calls import FailedCalls
 from engine.parallel.comm.flight.layout import CALLS, EventKind
-from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
+from engine.parallel.comm.flight.recorder import FlightRecorder, Stream, indices_text
 from engine.parallel.comm.rendezvous import FailureReports, JointCalls
 from engine.parallel.comm.symmetric_memory import PeerEndedError, SlotSizes, SymmetricBuffer
 from engine.parallel.comm.traffic import Op, Record, Tally, sent_bytes
@@ -185,7 +185,7 @@ class Comm:
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
         """Starts to sum ``tensor`` in place over ``stages``, indices of axis pp; needs ``connect(stages)`` before."""
         call = partial(self._backend.sum_over_stages, tensor, stages)
-        name = f"pp stages {','.join(map(str, stages))}"
+        name = f"pp stages {indices_text(stages)}"
         route = _Route(len(stages), Stream(EventKind.COLLECTIVE, "pp", name))
         return self._issue("all_reduce", tensor, "pp", label, call, route)
 
@@ -329,7 +329,7 @@ class Comm:
         """
         if len(members) == 1:
             received.copy_(given)
-        name: str = axis if len(members) == self.grid.size(axis) else f"{axis} indices {','.join(map(str, members))}"
+        name: str = axis if len(members) == self.grid.size(axis) else f"{axis} indices {indices_text(members)}"
         counted = self.grid.sharding if axis == self.grid.shard_line else axis
         route = _Route(len(members), Stream(EventKind.COLLECTIVE, counted, name))
         call = partial(self._backend.all_to_all, received, given, members, axis)
@@ -392,7 +392,7 @@ class Comm:
         name, ranks = f"{line} gathers", within or self.grid.size(line)
         if within is not None:
             first = self.grid.index(line) // ranks * ranks
-            name += f" indices {','.join(map(str, range(first, first + ranks)))}"
+            name += f" indices {indices_text(range(first, first + ranks))}"
         return _Route(ranks, Stream(EventKind.COLLECTIVE, self.grid.sharding, name))
 
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:

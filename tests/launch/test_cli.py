@@ -1,6 +1,7 @@
 """The command line: answers at once, without torch, in sentences."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -170,3 +171,11 @@ except SystemExit as done:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+
+
+def test_a_reader_that_ends_early_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as output, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", output)
+        assert main(["schema"]) == 141

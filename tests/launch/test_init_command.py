@@ -1,8 +1,10 @@
 """``trine init``: what it writes trains as it stands, on several ranks, and goes on from its checkpoint."""
 
+import ast
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.config import load_config
 from engine.launch.cli import main
-from engine.launch.init_command import CONFIG, SCRIPT
+from engine.launch.init_command import CONFIG, SCRIPT, _folder_words
 from tests.launches import Launch
 from tests.selection import wide
 from tests.test_examples import QUIET, in_a_process, run_as_rank, write_inputs
@@ -140,3 +142,10 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         in capsys.readouterr().err
     )
     assert (tmp_path / CONFIG).read_text() == "mine" and not (tmp_path / SCRIPT).exists()
+
+
+def test_a_folder_of_any_name_is_a_literal_of_python(tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s \N{GRINNING FACE} "a\\b"'
+    folder.mkdir()
+    words = _folder_words(folder, SimpleNamespace(vocab_size=256), "Any")
+    assert ast.literal_eval(words["folder"]) == str(folder)

@@ -150,6 +150,34 @@ def test_bad_input_is_one_sentence(
     assert said in line
 
 
+def test_a_damaged_value_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_thread_ranks(1, partial(rank, tmp_path, {}))
+    first, steps = tmp_path / "rank-00000.json", tmp_path / "steps.jsonl"
+    record, row = json.loads(first.read_text()), json.loads(steps.read_text().splitlines()[0])
+    told = record["run"]
+    inf = float("inf")
+    records = [
+        *({"written": 1e300}, {"peak_bytes": inf}, {"waits": {"dp": "x"}}, {"ranks": 0}, {"place": 3}),
+        *({"run": told | {"notes": None}}, {"run": told | {"environment": [1]}}),
+    ]
+    for changed in records:
+        first.write_text(json.dumps(record | changed))
+        assert main(["report", str(tmp_path)]) == 1
+        assert "rank-00000.json cannot be read (" in capsys.readouterr().err
+    first.write_text(json.dumps(record))
+    for changed in (
+        *({"step": "x"}, {"step": inf}, {"loss": float("nan")}, {"loss": 10**400}, {"metrics": [1]}),
+        *({"metrics": {"a": "x"}}, {"waits": 5}),
+    ):
+        steps.write_text(json.dumps(row | changed))
+        assert main(["report", str(tmp_path)]) == 1
+        assert "steps.jsonl cannot be read (ValueError: line 1 is not a step, " in capsys.readouterr().err
+    steps.write_text("[" * 100_000)
+    first.write_text(json.dumps(record | {"spans": [], "run": told | {"plan": "/data/\udcff"}}))
+    page = written(tmp_path, capsys)
+    assert "1 line of steps.jsonl cannot be read" in page and "/data/\\udcff" in page
+
+
 def test_ticks_span_the_values_and_peaks_are_kept() -> None:
     assert nice_ticks(0, 10) == [0, 5, 10]
     assert nice_ticks(2.0, 2.0)[0] < 2 < nice_ticks(2.0, 2.0)[-1]

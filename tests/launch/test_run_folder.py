@@ -104,6 +104,15 @@ def test_fresh_is_refused_where_checkpoints_would_stay(tmp_path: Path) -> None:
     assert not (tmp_path / "run.1").exists()
 
 
+def test_the_folder_of_this_process_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    begin(Path(), settings(tmp_path))
+    with pytest.raises(EngineError, match=f"pass --fresh to rename the folder to {tmp_path}.1 and"):
+        begin(Path(), settings(tmp_path, seed=2))
+    with pytest.raises(EngineError, match=r"--fresh renames \., but this process has been started in it; "):
+        begin(Path(), settings(tmp_path, seed=2), fresh=True)
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, fresh: bool) -> None:
     out = tmp_path / "run"

@@ -171,6 +171,7 @@ def test_a_kind_has_its_usual_stages(capsys: pytest.CaptureFixture[str]) -> None
     (["--svg", "/no/x.svg", "--tokens", "--ranks", "0"],
      "schedule 1f1b over 0 stages and 8 microbatches is empty; use at least one of each."),
     (["--forward", "0"], "--forward 0 is not a duration; give a number, more than 0."),
+    (["--forward", "1e308"], "--forward 1e+308 is not a duration; give a number, more than 0."),
     (["--weight", "nan"], "--weight nan is not a duration; give a number, 0 or more."),
     (["--transfer", "-1"], "--transfer -1 is not a duration; give a number, 0 or more."),
     (["--compare", "--ranks", "0"], "is empty; use at least one of each"),

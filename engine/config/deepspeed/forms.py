@@ -162,7 +162,13 @@ def _elasticity(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
                 f"{shown_value(raw[key])} with elasticity, which sets it to {value}; remove {key}, or elasticity.",
             )
         raw[key] = value
-    raw.pop("gradient_accumulation_steps", None)
+    steps = raw.pop("gradient_accumulation_steps", "auto")
+    if steps not in ("auto", None) and not ignored:
+        problems.add(
+            "gradient_accumulation_steps",
+            f"{shown_value(steps)} with elasticity, which derives it; remove gradient_accumulation_steps, or "
+            "elasticity.",
+        )
     notes.append(
         f"elasticity: acts as train_batch_size {found.rows}, which most numbers of GPUs divide, in microbatches of "
         f"{found.micro}; a checkpoint resumes on any of them."
@@ -202,6 +208,11 @@ _FORMS: tuple[Callable[[dict[str, Any], Problems, Notes], None], ...] = (
 
 
 _SIZE = Int(low=1)
+_ELASTIC = (
+    "enabled", "max_train_batch_size", "micro_batch_sizes", "min_gpus", "max_gpus", "min_time", "version",
+    "ignore_non_elastic_batch_info", "prefer_larger_batch", "num_gpus_per_node", "model_parallel_size",
+)  # fmt: skip
+"""Keys of DeepSpeed's section ``elasticity``; the batch depends on some of them."""
 _HIGHLY_COMPOSITE = (
     1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160,
     25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720,
@@ -222,6 +233,8 @@ def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatc
     ``rows``, the batch size of a step, is chosen so that as many GPU counts as possible split it into whole
     microbatches; ``micro`` is the smallest listed microbatch that divides it.
     """
+    for key in (key for key in section if key not in _ELASTIC):
+        problems.unknown("elasticity", key, _ELASTIC)
     most = _read(_SIZE, section, "max_train_batch_size", 2000, problems)
     micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)
     low, high = (_read(_SIZE, section, *part, problems) for part in (("min_gpus", 1), ("max_gpus", 10000)))

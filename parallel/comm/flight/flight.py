@@ -257,3 +257,10 @@ def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 def ranks_of(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Returns the ranks in ``runs``, each (first rank, step, number of ranks); the inverse of :func:`rank_runs`."""
     return tuple(first + step * number for first, step, count in runs for number in range(count))
+
+
+def read_indices(text: str) -> tuple[int, ...]:
+    """Returns the indices in ``text``, such as 0, 4, 8, 12 of ``0-12/4``; as ``indices_text`` writes them."""
+    parts = (part.replace("/", "-").split("-") for part in text.split(","))
+    spans = ((int(first), int(rest[0] if rest else first), int(rest[1] if rest[1:] else 1)) for first, *rest in parts)
+    return tuple(index for first, last, step in spans for index in range(first, last + 1, step))

@@ -81,11 +81,13 @@ NOTE_AT: Final = WORDS_AT + WORDS_BYTES
 NOTE_BYTES: Final = 512
 """Size of the rank's note about its training, UTF-8, padded with zeros."""
 
-BEGIN = Struct("QQ QQ BBhI 48s 64s 12s")
+NAME_BYTES: Final = 48
+"""Size of a stream's name; a longer name is cut."""
+BEGIN = Struct(f"QQ QQ BBhI {NAME_BYTES}s 64s 12s")
 """Event: sequence number, start, end, count in its stream, bytes; kind, axis, 0, peer rank; stream, label, dtype."""
 ENDED = Struct("Q")
 ENDED_AT: Final = BEGIN.size + (-BEGIN.size) % 8
-STREAM = Struct("QQQ BBHI 48s")
+STREAM = Struct(f"QQQ BBHI {NAME_BYTES}s")
 """Totals of a stream: completed waits, nanoseconds of waiting, bytes; kind, axis, 0, peer rank; name. Zero waits mark
 an unused record.
 """

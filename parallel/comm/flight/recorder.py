@@ -8,12 +8,13 @@ import mmap
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.parallel.comm.flight import layout
+from engine.parallel.comm.flight.flight import rank_runs
 from engine.parallel.comm.flight.layout import EventKind, Phase
 from engine.parallel.grid import Axis
 
@@ -29,6 +30,19 @@ class Stream(NamedTuple):
     name: str
     peer: int = -1
     """Global rank at the other end of messages; -1 for collectives and computation."""
+
+
+def indices_text(indices: Sequence[int]) -> str:
+    """Returns ``indices`` as a short text for the name of a stream, such as ``0,3``, ``0-15`` or ``0-12/4``.
+
+    ``read_indices`` reads it.
+    """
+    return ",".join(
+        f"{first}-{first + step * (count - 1)}" + f"/{step}" * (step > 1)
+        if step > 0 and count > 2
+        else ",".join(str(first + step * place) for place in range(count))
+        for first, step, count in rank_runs(indices)
+    )
 
 
 _ACTIONS = Stream(EventKind.ACTION, "", "actions")
@@ -50,6 +64,9 @@ class FlightRecorder:
         try:
             os.posix_fallocate(file, 0, layout.FILE_BYTES)  # memory that is missing later ends the process
             self._map: mmap.mmap | bytearray = mmap.mmap(file, layout.FILE_BYTES)
+        except OSError:
+            path.unlink()  # others would wait for its header
+            raise
         finally:
             os.close(file)
         self._sequence = 0

@@ -96,7 +96,7 @@ def test_a_timeout_of_the_watchdog_that_contradicts_the_one_of_communication_is_
         "watchdog.timeout_seconds: sets communication.timeout_seconds to 120, which is given as 600; "
         "remove one of them."
     )
-    for wrong in ("soon", True):
+    for wrong in ("soon", True, 10**400, float("inf"), float("nan")):
         assert refusal({"watchdog": {"timeout_seconds": wrong}}).startswith("communication.timeout_seconds: ")
 
 

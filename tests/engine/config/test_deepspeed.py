@@ -190,6 +190,14 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
                 "configuration.",
             ),
         ),
+        (
+            {"gradient_accumulation_steps": 4, "elasticity": {"enabled": True, "micro_batch_sizes": [4]}},
+            ("gradient_accumulation_steps: 4 with elasticity, which derives it; remove gradient_accumulation_steps,",),
+        ),
+        (
+            {"elasticity": {"enabled": True, "max_train_batch_sise": 64}},
+            ("elasticity.max_train_batch_sise: unknown key. Did you mean elasticity.max_train_batch_size?",),
+        ),
         ({"elasticity": {"enabled": True, "micro_batch_sizes": 4}}, ("elasticity.micro_batch_sizes: 4 is a number",)),
         (
             {"train_batch_size": 64, "elasticity": {"enabled": True, "micro_batch_sizes": [4]}},

@@ -33,6 +33,11 @@ def test_a_clipping_that_is_known_before_is_the_engines() -> None:
     assert of_loop().configuration({"gradient_clipping": 0.5}, 1).gradient_clipping == 0.5
 
 
+def test_a_section_that_is_no_object_is_refused_by_the_configuration() -> None:
+    with pytest.raises(engine.ConfigError, match=r"^parallel: 2 is a number; give an object"):
+        of_loop(micro=2).configuration({"parallel": 2}, 1)
+
+
 def test_bf16_is_autocast_unless_the_configuration_has_a_section_for_it() -> None:
     assert of_loop(precision="bf16").configuration({}, 1).torch_autocast.enabled
     stated = of_loop(precision="bf16").configuration({"bf16": {"enabled": "auto"}}, 1)

@@ -128,6 +128,10 @@ def name_checkpoints(line: Line, accelerator: Any, folder: str) -> None:
     counter: Any = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     counter.last_epoch = 5
     accelerator.register_for_checkpointing(counter)
+    for _ in range(2):
+        accelerator.save_state(f"{folder}/last")
+    accelerator.wait_for_everyone()
+    line([path.name[:5] for path in Path(folder, "last/engine").glob("step-*")])
     accelerator.project_configuration.automatic_checkpoint_naming = True
     accelerator.project_configuration.set_directories(folder)
     accelerator.save_state()
@@ -164,5 +168,5 @@ def test_mistakes_are_one_sentence_and_replicas_count_once(tmp_path: Path) -> No
             "counts replicas here, not ranks.",
             f'{tmp_path} has no subfolder "engine", from which training restores the state of the engine; pass a '
             "folder that save_state of this Accelerator has written.",
-            1.0, [1.0], (1, 0), "checkpoint_1", 5,
+            1.0, [1.0], ["step-"], (1, 0), "checkpoint_3", 5,
         ]  # fmt: skip

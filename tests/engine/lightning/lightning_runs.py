@@ -48,6 +48,8 @@ class Lit:
     """What ``all_gather`` and a sum over ranks give of ones."""
     files: list[str]
     steps: int
+    again: str = ""
+    """The engine's step that the second checkpoint of one name names."""
 
 
 def lit_module(case: LitCase) -> Any:
@@ -162,10 +164,16 @@ def lit(line: Line, case: LitCase) -> None:
     trainer.fit(module, train, held_out, ckpt_path=case.resume)
     steps = int(trainer.global_step)
     trainer.save_checkpoint(Path(case.folder, "weights.ckpt"), weights_only=True)
+    again = Path(case.folder, "again.ckpt")
+    for _ in range(2):
+        trainer.save_checkpoint(again)
+    named = ""
+    if case.config is not None:
+        named = str(torch.load(again / "lightning.ckpt", weights_only=False)["trine_engine_step"])
     module.seen["validated"].append(trainer.test(module, held_out, verbose=False)[0]["test_loss"])
     folder = Path(case.folder)
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    line(Lit(**module.seen, files=files, steps=steps))
+    line(Lit(**module.seen, files=files, steps=steps, again=named))
 
 
 def run_lit(case: LitCase, ranks: int) -> Any:

@@ -47,6 +47,8 @@ def test_a_fit_is_that_of_lightning_alone(grid: str, runs: Runs) -> None:
     assert (len(found.losses), found.steps, len(found.validated)) == (14, 8, 3)
     assert_same(found, host)
     assert found.gathered == host.gathered, "ranks of a replica count once"
+    kept = {name.split("/")[2] for name in found.files if name.startswith("again.ckpt/engine/step-")}
+    assert kept == {found.again} == {"step-00000008-r1"}, "the second one has taken the place of the first"
 
 
 @pytest.mark.long

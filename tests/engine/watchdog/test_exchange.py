@@ -1,5 +1,7 @@
 """Messages between the monitors of a job, and that none of them waits for a host that is gone."""
 
+import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -40,6 +42,29 @@ def test_a_host_says_hello_and_then_what_its_ranks_do(hub: Hub) -> None:
     hub.broadcast({"alive": True})
     assert spoke.poll(0.5) == [{"alive": True}]
     spoke.close()
+
+
+def test_a_hub_has_more_hosts_than_select_can_wait_for(hub: Hub) -> None:
+    many = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (many[1], many[1]))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        spoke = Spoke(HERE, hub.port, HELLO)
+        spoke.poll(0.5)
+        assert heard(hub, spoke, "hello") == [HELLO]
+        spoke.close()
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, many)
+
+
+def test_what_is_nested_too_deeply_closes_its_line(hub: Hub) -> None:
+    with socket.create_connection((HERE, hub.port)) as other:
+        other.sendall(b"[" * 100_000 + b"\n")
+        for _ in range(9):
+            assert not hub.poll(0.01)
+    assert not hub.lines
 
 
 def test_the_last_message_of_a_hub_that_has_closed_is_read(hub: Hub) -> None:

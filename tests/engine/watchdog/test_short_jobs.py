@@ -205,3 +205,14 @@ def test_nothing_outlives_a_job_that_ends_within_a_second(how: str, times: int, 
     late = [outlived(how, 0.2 + 0.4 * number / times, warm_python) for number in range(times)]
     print(f"{how}: {times} jobs, pipes closed after {max(late):.2f} s at most")
     assert times == 1 or max(late) < BOUND
+
+
+def test_flight_files_of_a_job_that_runs_for_days_are_kept(tmp_path: Path) -> None:
+    for job in ("runs", "ended"):
+        (tmp_path / job).mkdir()
+        FlightRecorder(tmp_path / job / f"rank0{SUFFIX}", 0, 2, {})
+    (tmp_path / "ended" / f"rank0{SUFFIX}").unlink()
+    for job in ("runs", "ended"):
+        os.utime(tmp_path / job, (0, time.time() - 25 * 3600))
+    local_ranks.remove_old(tmp_path)
+    assert [job.name for job in tmp_path.iterdir()] == ["runs"]

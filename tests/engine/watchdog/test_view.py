@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.parallel.comm.flight.flight import Event, FlightFile
 from engine.parallel.comm.flight.layout import EventKind
-from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
+from engine.parallel.comm.flight.recorder import FlightRecorder, Stream, indices_text
 from engine.watchdog.view import RankView, ending, exit_of, look, process_state
 
 
@@ -43,6 +43,19 @@ def test_a_view_has_the_peers_of_its_calls_and_travels(tmp_path: Path) -> None:
     ]
     assert RankView.from_json(json.loads(json.dumps(view.to_json()))) == view
     assert view.begun(view.waiting) and view.name == f"rank 3 (node0, pid {os.getpid()})"
+
+
+def test_the_peers_of_large_groups_are_read_from_the_names_of_streams(tmp_path: Path) -> None:
+    ours = FlightRecorder(tmp_path / "rank100.flight", 100, 128, {"host": "node0", "axes": {"dp": [(0, 1, 128)]}})
+    cut = "dp indices " + ",".join(map(str, range(0, 100, 3)))
+    for indices in (range(16), range(100, 108), range(0, 128, 8), (3, 1, 0, 2), (0, 1, 2, 7, 100)):
+        sequence = ours.begin(Stream(EventKind.COLLECTIVE, "dp", f"dp gathers indices {indices_text(indices)}"), "w")
+        ours.wait(sequence)
+        waiting = look(FlightFile(ours.path).read(), [], 0, "S", "").waiting
+        assert waiting is not None and waiting.peers == tuple(indices)
+    ours.wait(ours.begin(Stream(EventKind.COLLECTIVE, "dp", cut), "w"))
+    waiting = look(FlightFile(ours.path).read(), [], 0, "S", "").waiting
+    assert waiting is not None and waiting.peers == tuple(range(128)), "a name that was cut tells no indices"
 
 
 def test_states_and_ends_of_processes() -> None:

@@ -125,6 +125,11 @@ def test_a_file_of_variables_is_said_to_be_for_other_jobs_on_one_host(
     )
 
 
+def test_a_host_that_is_named_twice_has_the_gpus_of_both() -> None:
+    hosts = [Host(name="w0", slots=4), Host(name="w1", slots=4)]
+    assert [host.devices for host in chosen_hosts(hosts, "w0:2@w1@w0:0@w1:1", None)] == [(0, 2), ()]
+
+
 def test_hosts_without_slots_cannot_lose_some() -> None:
     hosts = [Host(name="w0", slots=None), Host(name="w1", slots=2)]
     assert [host.name for host in chosen_hosts(hosts, None, "w0")] == ["w1"]

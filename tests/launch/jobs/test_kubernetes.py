@@ -1,6 +1,7 @@
 """Manifests: YAML of the forms that the resource definitions of JobSet and Kubeflow Trainer require."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,10 @@ WORDS = (
     "60",
     "--export",
     "MINE=no",
+    "--export",
+    "ODD=a$$b $(MINE) \N{GRINNING FACE}\x7f",
     "job.py",
-    "it's $X",
+    "it's $X$$(MINE)",
 )
 
 
@@ -128,8 +131,14 @@ def manifest(capsys: pytest.CaptureFixture[str], kind: str, *words: str) -> list
     return list(yaml.safe_load_all(capsys.readouterr().out))
 
 
+def expanded(text: str) -> str:
+    """As Kubernetes reads a text of a command or variable: ``$$`` is ``$``, and ``$(MINE)`` is replaced."""
+    return re.sub(r"\$\$|\$\(MINE\)", lambda found: "$" if found[0] == "$$" else "no", text)
+
+
 def line_of(command: list[str], index: str, folder: Path) -> list[str]:
     """What the pod with this index really starts: its shell runs here, and ``python`` prints its arguments."""
+    command = [expanded(word) for word in command]
     (folder / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (folder / "python").chmod(0o700)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": index}
@@ -147,11 +156,14 @@ def test_a_jobset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert pod["terminationGracePeriodSeconds"] == 90
     (container,) = pod["containers"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 4}}
-    assert {"name": "MINE", "value": "no"} in container["env"], "a text, and no truth value"
+    variables = {one["name"]: expanded(one["value"]) for one in container["env"]}
+    assert variables["MINE"] == "no", "a text, and no truth value"
+    assert variables["ODD"] == "a$$b $(MINE) \N{GRINNING FACE}\x7f"
     assert line_of(container["command"], "1", tmp_path) == [
         "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d",
         "--rdzv-endpoint=big-node-0-0.big:29500", "--rdzv-id=big",
-        "--rdzv-conf=join_timeout=600,read_timeout=600,is_host=0", "--local-addr=big-node-0-1.big", "job.py", "it's $X",
+        "--rdzv-conf=join_timeout=600,read_timeout=600,is_host=0", "--local-addr=big-node-0-1.big", "job.py",
+        "it's $X$$(MINE)",
     ]  # fmt: skip
     assert "--rdzv-conf=join_timeout=600,read_timeout=600,is_host=1" in line_of(container["command"], "0", tmp_path)
 

@@ -67,6 +67,11 @@ def test_gpus_are_counted_and_their_absence_is_told(
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert f"--nproc-per-node={ranks} " in dry(capsys, "job.py")
+    for given, second in (("2, 0", "0"), ("GPU-8a,GPU-8b", "GPU-8b")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert f" CUDA_VISIBLE_DEVICES={second} " in dry(capsys, "--include", "localhost:1", "job.py")
+    assert "=1,2 " in (told := dry(capsys, "--export", "CUDA_VISIBLE_DEVICES=1,2", "job.py"))
+    assert "--nproc-per-node=2 " in told
 
 
 def test_hosts_of_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -80,7 +85,7 @@ def test_hosts_of_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         "-o ServerAliveCountMax=3 -T me@node1"
     )
     assert lines[3] == (
-        f"[me@node1] cd {folder} && TORCH_ELASTIC_SHUTDOWN_TIMEOUT=30 NCCL_DEBUG=WARN ASKED=2 {sys.executable} "
+        f"[me@node1] cd {folder} && env TORCH_ELASTIC_SHUTDOWN_TIMEOUT=30 NCCL_DEBUG=WARN ASKED=2 {sys.executable} "
         "-m torch.distributed.run --nnodes=3 --nproc-per-node=4 --rdzv-backend=c10d "
         "--rdzv-endpoint=node0:A_FREE_PORT_OF_node0 --rdzv-id=job-0 "
         "--rdzv-conf=join_timeout=60,read_timeout=60,is_host=0 --local-addr=node1 job.py x"
@@ -89,6 +94,8 @@ def test_hosts_of_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     told = dry(capsys, "--nodes", "2", "--port", "29400", "--join-timeout", "9", *words)
     assert told.count("--nnodes=2 --nproc-per-node=4") == 2 and "--rdzv-endpoint=node0:29400" in told
     assert "join_timeout=9,read_timeout=9" in told and "node2" not in told
+    (folder / "hosts").write_text("[fe80::1]:1\n")
+    assert "--rdzv-endpoint=[fe80::1]:A_FREE_PORT_OF_fe80::1'" in dry(capsys, *words)
 
 
 @pytest.mark.parametrize("option", ["--elastic", "--nodes"])
@@ -118,6 +125,10 @@ def test_an_elastic_job_has_the_options_that_a_plain_torchrun_needs(
          "9 nodes are requested, but hosts lists 3; add hosts to it."),
         (["--hostfile", "hosts", "--nodes", "2", "--elastic", "1:2", "job.py"],
          "--nodes and --elastic both set the number of nodes; give one of them."),
+        (["--hostfile", "hosts", "--ssh", "ssh -o 'A=b", "job.py"],
+         """--ssh "ssh -o 'A=b" is no command; give a program and its options, such as 'ssh -p 2222'."""),
+        (["--hostfile", "hosts", "--ssh", " ", "job.py"],
+         "--ssh ' ' is no command; give a program and its options, such as 'ssh -p 2222'."),
         (["none.py"], "none.py is not a file in {folder}; give the path of the training script."),
         (["--export", "NO_SUCH", "job.py"],
          "--export NO_SUCH: the launcher has no such variable; set it, or give NO_SUCH=VALUE."),
@@ -149,6 +160,10 @@ def test_counts_are_whole_numbers(count: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["launch", f"--ranks-per-node={count}", "job.py"])
     assert f"argument --ranks-per-node: {count!r} is not a whole number of at least 1" in capsys.readouterr().err
+    for option in ("--gpus-per-node", "--max-restarts"):
+        with pytest.raises(SystemExit):
+            main(["launch", f"{option}=-1", "job.py"])
+        assert f"argument {option}: '-1' is not a whole number of at least 0" in capsys.readouterr().err
 
 
 def started(warm_python: str, folder: Path, *words: str) -> "subprocess.Popen[str]":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.launch.cli import main
-from engine.launch.jobs.schedulers import WRITTEN
+from engine.launch.jobs.schedulers import WRITTEN, write_job_file
 from tests.cluster.jobs import ROOT, copied
 
 COMMANDS: Mapping[str, str] = {
@@ -89,15 +89,15 @@ def test_a_node_has_processors_for_all_of_its_ranks(
 
 
 def test_the_script_has_the_options_of_sbatch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--time", "2:00:00", "--partition", "p", "--account", "a", "--sbatch=--qos=high", "--grace", "240"]
-    job = ["--nodes", "2:4", "--ranks-per-node", "8", "--name", "big", "--port", "29400", "job.py", "it's $HOME"]
+    words = ["--time", "2:00:00", "--partition", "p", "--account", "a b", "--sbatch=--qos=high", "--grace", "240"]
+    job = ["--nodes", "2:4", "--ranks-per-node", "8", "--name", "big #1", "--port", "29400", "job.py", "it's $HOME"]
     assert main(["launch", "--slurm", "--dry-run", *words, *job]) == 0
     text = capsys.readouterr().out
-    assert not (folder / "big.sbatch").exists()
+    assert not (folder / "big #1.sbatch").exists()
     assert re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE) == [
-        "--job-name=big", "--nodes=2-4", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=64",
+        "--job-name='big #1'", "--nodes=2-4", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=64",
         "--time=2:00:00", "--partition=p",
-        "--account=a", "--signal=B:TERM@300", "--requeue", "--open-mode=append", "--output=%x-%j.out", "--no-kill",
+        "--account='a b'", "--signal=B:TERM@300", "--requeue", "--open-mode=append", "--output=%x-%j.out", "--no-kill",
         "--qos=high",
     ]  # fmt: skip
     assert "port=29400\n" in text and "srun --kill-on-bad-exit=0 " in text and "--nnodes=2:$SLURM_JOB_NUM_NODES" in text
@@ -157,6 +157,11 @@ def test_without_slurm_the_script_is_written_and_the_absence_said(
     assert main(["launch", "--slurm", "--submit", *OPTIONS, "job.py"]) == 1
     sentence = "--submit: there is no sbatch here; on a login node of the cluster, run: sbatch job.sbatch.\n"
     assert capsys.readouterr().err == sentence and WRITTEN in (folder / "job.sbatch").read_text()
+
+
+def test_a_folder_whose_name_is_no_text_is_written_as_it_is(tmp_path: Path) -> None:
+    write_job_file(tmp_path / "job.sbatch", os.fsdecode(b"cd /data/\xff\n"))
+    assert (tmp_path / "job.sbatch").read_bytes() == b"cd /data/\xff\n"
 
 
 def test_a_file_of_somebody_else_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

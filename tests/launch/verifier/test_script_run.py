@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from torch.utils._pytree import tree_leaves
 
 import engine
 from engine.build.answered_calls import answered_by
@@ -33,6 +34,18 @@ def test_a_script_is_compared_and_trains_nothing(
 def test_the_rows_of_the_first_use_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (call,) = calls_of_script(Path(written(tmp_path, monkeypatch, scripts.LOOP)), (), load_config)
     assert call.rows is not None and [tensor.shape for tensor in call.rows] == [(8, 8), (8, 8)]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [".train_batch(rows[0])", ".eval_batch(rows[0], return_output=True)", "(rows[0])", "(input=rows[0])", "(*rows)"],
+)
+def test_a_use_may_take_one_tensor_options_and_arguments_of_the_forward(
+    use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = scripts.HEAD + f"engine.initialize(model, config, distance, example_batch=rows[1][:2]){use}"
+    (call,) = calls_of_script(Path(written(tmp_path, monkeypatch, text)), (), load_config)
+    assert {tensor.shape for tensor in tree_leaves(call.rows)} == {(8, 8)}
 
 
 def test_two_calls_are_compared_one_by_one(

@@ -145,6 +145,7 @@ def test_status_of_an_absent_store_is_a_sentence(
         address = address_of(taken)
     assert main(["outer", "status", address]) == 1
     assert f"the store {address} does not answer" in capsys.readouterr().err
+    assert main(["outer", "status", "http://[::1"]) == 1 and "is not an address" in capsys.readouterr().err
     assert main(["outer", "status"]) == 1 and "0 arguments; give the address" in capsys.readouterr().err
 
 

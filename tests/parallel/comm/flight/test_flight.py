@@ -1,5 +1,6 @@
 """What a rank writes into its flight file is what another process reads, also after the rank was killed."""
 
+import errno
 import os
 import signal
 from collections.abc import Sequence
@@ -131,3 +132,13 @@ def test_what_is_no_flight_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(bytes(layout.FILE_BYTES))
     with pytest.raises(ValueError, match="is no flight file of this version"):
         FlightFile(path).read()
+
+
+def test_without_room_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        recorder(tmp_path)
+    assert not list(tmp_path.iterdir())
