@@ -71,23 +71,25 @@ class _Row:
             self.stopped = any(tuple(self.tokens[-len(end) :]) == end for end in self.ends)
 
 
+def refuse_empty(prompts: Sequence[Sequence[int]]) -> None:
+    """Raises EngineError if there is no prompt, or an empty one."""
+    if not prompts or not all(map(len, prompts)):
+        raise EngineError(
+            "generate was given an empty prompt, or none; give at least one prompt, of at least one token each."
+        )
+
+
 class RequestBatch:
     """Generation requests of one data rank, which run as one batch. All ranks of a replica (one full copy of the model)
     have equal requests.
 
     Args:
+        requests: at least one, without an empty prompt.
         pad: token id that fills shorter rows.
         ends: token ids that end a completion if its options have no ``stop``.
-
-    Raises:
-        EngineError: there is no request, or a prompt is empty.
     """
 
     def __init__(self, requests: Sequence[GenerationRequest], pad: int, ends: Sequence[int]) -> None:
-        if not requests or not all(len(request.tokens) for request in requests):
-            raise EngineError(
-                "generate was given an empty prompt, or none; give at least one prompt, of at least one token each."
-            )
         self.requests, self.pad = requests, pad
         self.rows = [
             _Row(request, sample, request.sampling.ends(ends))
