@@ -443,7 +443,7 @@ class Engine(TrainingLoop, NamedState):
             if (gatherer := eng._parts.runtime.gatherer) is not None:
                 gatherer.refuse_opened("copy_weights_from")
         self._parts.comm.join("copy_weights_from")
-        with self._parts.runtime.changing(), other._parts.runtime.changing():
+        with self._parts.runtime.changing(), other._parts.runtime.reading():
             self._parts.checkpoints.copy_weights(other._parts.checkpoints)
 
     def close(self) -> None:

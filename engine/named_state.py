@@ -63,7 +63,7 @@ class NamedState:
             self._check_average("full_state_dict(ema=True)")
         averaged = self._parts.runtime.averaged
         taken = averaged is not None and not averaged.inside and (ema or averaged.by_itself)
-        with self._parts.runtime.changing():
+        with self._parts.runtime.reading():
             return self._parts.checkpoints.gather_state(averaged.average if averaged is not None and taken else None)
 
     def publish_weights(self) -> "PendingVersion":
