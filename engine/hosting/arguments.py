@@ -158,8 +158,8 @@ def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
     if config.get("train_batch_size") == "auto":
         del config["train_batch_size"]
     _take_precision(config, args)
-    _check_optimizer(config.pop("optimizer", None) or {}, args)
-    _check_schedule(raw.get("scheduler") or {}, args)
+    _check_optimizer(_section(config, "optimizer"), args)
+    _check_schedule(_section(raw, "scheduler"), args)
     return config | {"optimizer": None, "scheduler": None}
 
 
@@ -170,8 +170,19 @@ def _take_precision(config: dict[str, Any], args: Any) -> None:
         if key not in config:
             if asked:
                 config["torch_autocast" if key == "bf16" else "fp16"] = {"enabled": True}
-        elif bool(config[key].get("enabled")) != asked:
-            raise conflict(f"{key}.enabled", bool(config[key].get("enabled")), key, asked)
+        elif (given := bool(_section(config, key).get("enabled"))) != asked:
+            raise conflict(f"{key}.enabled", given, key, asked)
+
+
+def _section(config: Mapping[str, Any], key: str, within: str = "") -> Mapping[str, Any]:
+    """Returns the section ``key``; {} if it is missing or null. ``within``: dotted key of ``config``, with a dot."""
+    section = config.get(key) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f"{within}{key} is a {type(section).__name__} in engine_config, but TrainingArguments describe it, and "
+            "engine_config only repeats their values in one object; remove it from engine_config."
+        )
+    return section
 
 
 def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
@@ -184,7 +195,7 @@ def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
                 f"optimizer.{key} is set in engine_config, but TrainingArguments describe the optimizer; remove it, or "
                 "pass an optimizer with its own groups to Trainer as optimizers=."
             )
-    for key, given in (section.get("params") or {}).items():
+    for key, given in _section(section, "params", "optimizer.").items():
         if (owned := _OWNED.get(f"optimizer.params.{key}")) is None:
             raise ConfigError(
                 f"optimizer.params.{key} is set in engine_config; set it in TrainingArguments.optim_args."
@@ -195,7 +206,7 @@ def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
 
 
 def _check_schedule(section: Mapping[str, Any], args: Any) -> None:
-    for key, given in (section.get("params") or {}).items():
+    for key, given in _section(section, "params", "scheduler.").items():
         if given != "auto":
             raise ConfigError(
                 f"scheduler.params.{key} is {given} in engine_config, but TrainingArguments describe the schedule "
@@ -205,8 +216,8 @@ def _check_schedule(section: Mapping[str, Any], args: Any) -> None:
 
 def _equal(given: Any, value: Any) -> bool:
     if isinstance(value, list):
-        return len(given) == len(value) and all(map(_equal, given, value))
-    return math.isclose(given, value)
+        return isinstance(given, list | tuple) and len(given) == len(value) and all(map(_equal, given, value))
+    return isinstance(given, Real) and math.isclose(given, value)
 
 
 def conflict(key: str, given: Any, name: str, value: Any, owner: str = "TrainingArguments") -> ConfigError:
