@@ -270,6 +270,10 @@ class EngineParts:
         if self.loop is not None and self.loop.state is not LoopState.LEFT:
             self.loop.leave(call)
 
+    def noting_call(self) -> AbstractContextManager[None]:
+        """Returns a context that marks an engine call in this rank's communication log, with the number of updates."""
+        return self.comm.within(lambda: self.update.made)
+
     def evaluated(self) -> AbstractContextManager[None]:
         """Returns a context for evaluations. With a schedule-free optimizer, the model has the averaged weights inside
         it; otherwise the context does nothing.

@@ -53,7 +53,7 @@ class TrainingLoop:
         self._refuse_pipeline("eng(batch)")
         self._parts.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
         assert self._parts.loop is not None
-        with self._parts.comm.within(lambda: self._parts.update.made):
+        with self._parts.noting_call():
             return self._parts.loop.forward(args, kwargs)
 
     def backward(
@@ -82,7 +82,7 @@ class TrainingLoop:
                 scalar; on a pipeline without ``open_pipeline``.
         """
         loop = self._looped("backward(loss)")
-        with self._parts.comm.within(lambda: self._parts.update.made):
+        with self._parts.noting_call():
             loop.backward(loss, retain_graph, metrics or {})
 
     def hold_weights(self) -> HeldWeights:
@@ -126,7 +126,7 @@ class TrainingLoop:
                 ``open_pipeline``.
         """
         loop = self._looped("clip_gradients")
-        with self._parts.comm.within(lambda: self._parts.update.made):
+        with self._parts.noting_call():
             return loop.clip(max_norm)
 
     def step(self, max_norm: float | None = None) -> StepReport | None:
@@ -147,7 +147,7 @@ class TrainingLoop:
             raise EngineError(f"step was given max_norm {max_norm:g}, a negative norm; give 0 for no clipping.")
         if self._parts.loop is None:
             raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
-        with self._parts.comm.within(lambda: self._parts.update.made):
+        with self._parts.noting_call():
             finished = self._parts.loop.step(max_norm)
         return None if finished is None else self._parts.report(finished)
 
