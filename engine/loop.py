@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.engine_parts import EngineParts
 from engine.errors import EngineError
+from engine.program.forward_inputs import batch_of_call
 from engine.reporting.step_report import StepReport
 from engine.step.held_weights import HeldWeights
 from engine.step.user_loop import UserLoop
@@ -51,7 +52,7 @@ class TrainingLoop:
                 that requires a gradient, or parts with outputs that are not rows.
         """
         self._refuse_pipeline("eng(batch)")
-        self._parts.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
+        self._parts.complete(batch_of_call(self._parts.model, args, kwargs))
         assert self._parts.loop is not None
         with self._parts.noting_call():
             return self._parts.loop.forward(args, kwargs)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from engine.engine import Engine
 from engine.parallel.tensor.logits.sharded_logits import gather_logits
+from engine.program.forward_inputs import batch_of_call
 
 
 class HostedModel(nn.Module):
@@ -45,7 +46,7 @@ class HostedModel(nn.Module):
             return self.trained(*args, **kwargs)
         if not self._predicts:
             return gather_logits(self.trained(*args, **kwargs))
-        batch = args[0] if len(args) == 1 and not kwargs else kwargs or args
+        batch = batch_of_call(self.module, args, kwargs)
         self.trained.complete(batch)
         rows, micro = self.trained.batch_rows, self.trained.config.micro or 1
         count = rows.count(batch)

@@ -279,7 +279,7 @@ def test_prompts_that_one_data_rank_refuses_end_the_call_on_all() -> None:
             found.append(str(error.value))
         return found, eng.generate([[1, 2]], sampling=sampling).shape[1]
 
-    changes = {"zero_optimization": {"stage": 3}}
+    changes: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     (first, length), (second, _) = on_grid(partial(transformers_model, "Llama"), {"data": 2}, told, **changes)
     assert first == ["rank 1 refused its prompts, so no rank generates; read its error."] * 4 and length == 4
     assert all(text.startswith("generate was given ") for text in second)
