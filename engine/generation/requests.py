@@ -35,7 +35,7 @@ from engine.generation.steps import (
     left_padded,
     usable_protocol,
 )
-from engine.parallel.comm.agreement import take_from
+from engine.parallel.comm.agreement import first_rank, take_from
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.step.runner import StepRunner
 from engine.step.runtime import RankRuntime
@@ -111,8 +111,9 @@ class RequestBatch:
         device, prompts = runtime.program.device, [row.request.tokens for row in self.rows]
         host, given = base_model(model), left_padded(prompts, self.pad, device)
         protocol = usable_protocol(host, runtime, notes)
-        if protocol is not None and not protocol.pads and not bool(given[1].all()):
-            protocol = None  # a cache without a mask has no place for padding
+        if protocol is not None and not protocol.pads:  # a cache without a mask has no place for padding of any rank
+            padded = first_rank(not bool(given[1].all()), runtime.comm, device, "generate")
+            protocol = protocol if padded is None else None
         with keyed_generators(device, 0), torch.no_grad():
             if protocol is None:
                 whole = WholeSequences(runner, host, prompts, self.pad)

@@ -245,6 +245,19 @@ def test_a_model_with_a_cache_and_without_a_mask_generates() -> None:
     assert equal[0] == unequal[0], "prompts of unequal lengths run without the cache"
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_data_ranks_use_a_cache_without_a_mask_together_or_not_at_all(stage: int) -> None:
+    """Only the second data rank has prompts of unequal lengths."""
+
+    def body(eng: Engine) -> Any:
+        sampling = SamplingOptions(max_new_tokens=3, temperature=0)
+        return eng.generate([[1, 2, 3], [4, 5, 6][eng.grid.row_rank :]], sampling=sampling)[0].tolist()
+
+    changes: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    first, second = on_grid(Summed, {"data": 2}, body, lambda logits, batch: logits.sum() * 0, **changes)
+    assert first == second
+
+
 def test_what_sampling_refuses() -> None:
     def refused(eng: Engine) -> None:
         options = SamplingOptions()
