@@ -109,5 +109,4 @@ def row_shares(batch: Mapping[str, Any], rows: int, shifts: bool) -> Tensor:
         counts = counted.ne(_NO_LABEL).reshape(rows, -1).sum(1).float()
         if counts.any():
             return counts / counts.sum()
-    first = next(part for part in batch.values() if isinstance(part, Tensor))
-    return torch.full((rows,), 1 / rows, device=first.device)
+    return torch.full((rows,), 1 / max(rows, 1))
