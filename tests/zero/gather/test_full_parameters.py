@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -162,7 +163,7 @@ def test_a_stage_that_writes_unequal_values_is_refused_on_all_stages() -> None:
                     for values in given.values():
                         values.fill_(here.dp if here.pp == 0 else 0)
 
-            told = [message(lambda: write(opened)) for opened in (eng.full_parameters, eng.masters)]
+            told = [message(partial(write, opened)) for opened in (eng.full_parameters, eng.masters)]
             with eng.full_parameters("0.weight") as parameters:
                 assert parameters["0.weight"].count_nonzero() == 16, "the values were dropped"
         return told
