@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.engine_parts import EngineParts
 from engine.errors import EngineError
 from engine.program.forward_inputs import batch_of_call
+from engine.program.program import outside_inference_mode
 from engine.reporting.step_report import StepReport
 from engine.step.held_weights import HeldWeights
 from engine.step.user_loop import UserLoop
@@ -44,6 +45,7 @@ class TrainingLoop:
         self._parts.resources.refuse_closed("open_pipeline")
         self._parts.control.piped, self._parts.control.rows = True, rows
 
+    @outside_inference_mode()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them.
 

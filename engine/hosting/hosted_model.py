@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from engine.engine import Engine
 from engine.parallel.tensor.logits.sharded_logits import gather_logits
 from engine.program.forward_inputs import batch_of_call
+from engine.program.program import outside_inference_mode
 
 
 class HostedModel(nn.Module):
@@ -37,11 +38,9 @@ class HostedModel(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
+    @outside_inference_mode()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output for the rows of this data-parallel rank, on all pipeline stages."""
-        if torch.is_inference_mode_enabled():  # tensors that the engine creates lazily would never have gradients
-            with torch.inference_mode(False), torch.no_grad():
-                return self(*args, **kwargs)
         if torch.is_grad_enabled():
             return self.trained(*args, **kwargs)
         if not self._predicts:
