@@ -73,14 +73,15 @@ class NamedState:
         that version. Then copies this rank's shard to host memory, in the dtype of forward; with ``weights_out.copies``
         2, another rank's shard too.
 
-        Communicates three small all-reduces over the world (traffic label "start"). The first call also gathers frozen
-        quantized weights over dp.
+        Communicates three small all-reduces over the world (traffic label "start"), four if the model has persistent
+        buffers. The first call also gathers frozen quantized weights over dp.
 
         Returns a handle: its ``wait()`` waits for the receivers in ``weights_out.to``, and its ``url`` is the address
         for receivers.
 
         Raises:
-            EngineError: the configuration has no "weights_out", or the model is not placed yet.
+            EngineError: the configuration has no "weights_out", the model is not placed yet, or a persistent buffer has
+                changed its shape.
         """
         self._parts.resources.refuse_closed("publish_weights")
         self._parts.checkpoints.placed("publish_weights")
