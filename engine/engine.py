@@ -217,7 +217,7 @@ class Engine(TrainingLoop, NamedState):
             raise EngineError(
                 "train_batch was called under torch.no_grad, which records no gradients; call it outside of no_grad."
             )
-        with self._parts.comm.within(lambda: self._parts.update.made):
+        with self._parts.noting_call():
             with self._parts.comm.noted("train_batch"):
                 pass  # no rank waits for another: that would cost time in every step
             batch = self._parts.completed(batch)
@@ -243,7 +243,7 @@ class Engine(TrainingLoop, NamedState):
         rows; on other ranks it is None.
         """
         self._parts.resources.refuse_closed("eval_batch")
-        with self._parts.comm.within(lambda: self._parts.update.made):
+        with self._parts.noting_call():
             self._parts.comm.join("eval_batch")
             batch = self._parts.completed(batch)
             with self._parts.evaluated():
@@ -443,7 +443,7 @@ class Engine(TrainingLoop, NamedState):
             if (gatherer := eng._parts.runtime.gatherer) is not None:
                 gatherer.refuse_opened("copy_weights_from")
         self._parts.comm.join("copy_weights_from")
-        with self._parts.runtime.changing(), other._parts.runtime.changing():
+        with self._parts.runtime.changing(), other._parts.runtime.reading():
             self._parts.checkpoints.copy_weights(other._parts.checkpoints)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from engine.planning.fused_layers import measured_overlap
 from engine.planning.plan import Plan
 from engine.planning.profile_calls import Costs, needs_profiling
 from engine.program.batch import Batch
+from engine.program.program import outside_inference_mode
 from engine.reporting.banner import banner_text
 from engine.reporting.console import say_if_slow
 from engine.reporting.sinks import StepReporter
@@ -199,6 +200,7 @@ class EngineParts:
         self.reports = StepReporter(self.config, self.comm, self.device)
         resources.add(self.reports.close)
 
+    @outside_inference_mode()
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
         """Shards the model for microbatches with the shapes of ``example``. Later calls do nothing. Collective.
 
@@ -270,13 +272,19 @@ class EngineParts:
         if self.loop is not None and self.loop.state is not LoopState.LEFT:
             self.loop.leave(call)
 
-    def evaluated(self) -> AbstractContextManager[None]:
-        """Returns a context for evaluations. With a schedule-free optimizer, the model has the averaged weights inside
-        it; otherwise the context does nothing.
+    def noting_call(self) -> AbstractContextManager[None]:
+        """Returns a context that marks an engine call in this rank's communication log, with the number of updates."""
+        return self.comm.within(lambda: self.update.made)
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Opens a context for evaluations, outside of inference mode. With a schedule-free optimizer, the model has the
+        averaged weights inside it.
         """
         averaged = self.built.averaged if self.built is not None else None
         taken = averaged is not None and averaged.by_itself and not averaged.inside
-        return self.runtime.averaging() if taken else nullcontext()
+        with outside_inference_mode(), self.runtime.averaging() if taken else nullcontext():
+            yield
 
     def recorded(self, batch: Batch, rows: int | None) -> tuple[Any, Tensor]:
         """Returns the model's output for ``batch``, and the experts that routers chose, int32 [rows, positions, layers,

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from engine.engine_parts import EngineParts
 from engine.errors import EngineError
+from engine.program.forward_inputs import batch_of_call
+from engine.program.program import outside_inference_mode
 from engine.reporting.step_report import StepReport
 from engine.step.held_weights import HeldWeights
 from engine.step.user_loop import UserLoop
@@ -43,6 +45,7 @@ class TrainingLoop:
         self._parts.resources.refuse_closed("open_pipeline")
         self._parts.control.piped, self._parts.control.rows = True, rows
 
+    @outside_inference_mode()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them.
 
@@ -51,9 +54,9 @@ class TrainingLoop:
                 that requires a gradient, or parts with outputs that are not rows.
         """
         self._refuse_pipeline("eng(batch)")
-        self._parts.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
+        self._parts.complete(batch_of_call(self._parts.model, args, kwargs))
         assert self._parts.loop is not None
-        with self._parts.comm.within(lambda: self._parts.update.made):
+        with self._parts.noting_call():
             return self._parts.loop.forward(args, kwargs)
 
     def backward(
@@ -82,7 +85,7 @@ class TrainingLoop:
                 scalar; on a pipeline without ``open_pipeline``.
         """
         loop = self._looped("backward(loss)")
-        with self._parts.comm.within(lambda: self._parts.update.made):
+        with self._parts.noting_call():
             loop.backward(loss, retain_graph, metrics or {})
 
     def hold_weights(self) -> HeldWeights:
@@ -126,7 +129,7 @@ class TrainingLoop:
                 ``open_pipeline``.
         """
         loop = self._looped("clip_gradients")
-        with self._parts.comm.within(lambda: self._parts.update.made):
+        with self._parts.noting_call():
             return loop.clip(max_norm)
 
     def step(self, max_norm: float | None = None) -> StepReport | None:
@@ -147,7 +150,7 @@ class TrainingLoop:
             raise EngineError(f"step was given max_norm {max_norm:g}, a negative norm; give 0 for no clipping.")
         if self._parts.loop is None:
             raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
-        with self._parts.comm.within(lambda: self._parts.update.made):
+        with self._parts.noting_call():
             finished = self._parts.loop.step(max_norm)
         return None if finished is None else self._parts.report(finished)
 

@@ -63,7 +63,7 @@ class NamedState:
             self._check_average("full_state_dict(ema=True)")
         averaged = self._parts.runtime.averaged
         taken = averaged is not None and not averaged.inside and (ema or averaged.by_itself)
-        with self._parts.runtime.changing():
+        with self._parts.runtime.reading():
             return self._parts.checkpoints.gather_state(averaged.average if averaged is not None and taken else None)
 
     def publish_weights(self) -> "PendingVersion":
@@ -73,14 +73,15 @@ class NamedState:
         that version. Then copies this rank's shard to host memory, in the dtype of forward; with ``weights_out.copies``
         2, another rank's shard too.
 
-        Communicates three small all-reduces over the world (traffic label "start"). The first call also gathers frozen
-        quantized weights over dp.
+        Communicates three small all-reduces over the world (traffic label "start"), four if the model has persistent
+        buffers. The first call also gathers frozen quantized weights over dp.
 
         Returns a handle: its ``wait()`` waits for the receivers in ``weights_out.to``, and its ``url`` is the address
         for receivers.
 
         Raises:
-            EngineError: the configuration has no "weights_out", or the model is not placed yet.
+            EngineError: the configuration has no "weights_out", the model is not placed yet, or a persistent buffer has
+                changed its shape.
         """
         self._parts.resources.refuse_closed("publish_weights")
         self._parts.checkpoints.placed("publish_weights")

@@ -56,12 +56,6 @@ def world_group() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def wait_for_all() -> None:
-    """Waits until all ranks have called this function; no effect without a process group."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def share_from(tensor: torch.Tensor, rank: int) -> None:
     """Broadcasts ``tensor`` from rank ``rank`` to all ranks, in place; no effect without a process group."""
     if dist.is_initialized() and dist.get_world_size() > 1:

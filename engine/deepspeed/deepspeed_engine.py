@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from engine.deepspeed import comm
+from engine.checkpoint.format.filesystem import Files, replace_file
 from engine.deepspeed.asked import AskedSettings, DeepSpeedMonitor, Throughput, Timers
 from engine.deepspeed.engine_state import MicrobatchCount
 from engine.deepspeed.missing import missing_attribute
@@ -23,6 +23,7 @@ from engine.deepspeed.utils.zero_to_fp32 import write_script, write_weights
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.kernels.device import ACCELERATORS
+from engine.parallel.comm.agreement import all_or_none
 
 logger = logging.getLogger("trine")
 
@@ -279,11 +280,11 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         counted = {"micro_steps": self.micro_steps, "client_state": client_state or {}} | self._counted.kept()
         self.engine.save_checkpoint(Path(save_dir, tag), counted, exclude_frozen_parameters).wait()
-        if save_latest and self.global_rank == 0:
-            Path(save_dir, "latest").write_text(tag, encoding="utf-8")
-        if self.global_rank == 0:
-            write_script(Path(save_dir))
-        comm.wait_for_all()
+        with all_or_none(self.engine.comm, self.engine.device, f"could not write the files beside {tag}"):
+            if self.global_rank == 0:
+                write_script(Path(save_dir))
+                if save_latest:
+                    replace_file(Files(), Path(save_dir, "latest"), tag.encode())
         return True
 
     def load_checkpoint(

@@ -35,7 +35,7 @@ from engine.generation.steps import (
     left_padded,
     usable_protocol,
 )
-from engine.parallel.comm.agreement import take_from
+from engine.parallel.comm.agreement import first_rank, take_from
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.step.runner import StepRunner
 from engine.step.runtime import RankRuntime
@@ -71,23 +71,25 @@ class _Row:
             self.stopped = any(tuple(self.tokens[-len(end) :]) == end for end in self.ends)
 
 
+def refuse_empty(prompts: Sequence[Sequence[int]]) -> None:
+    """Raises EngineError if there is no prompt, or an empty one."""
+    if not prompts or not all(map(len, prompts)):
+        raise EngineError(
+            "generate was given an empty prompt, or none; give at least one prompt, of at least one token each."
+        )
+
+
 class RequestBatch:
     """Generation requests of one data rank, which run as one batch. All ranks of a replica (one full copy of the model)
     have equal requests.
 
     Args:
+        requests: at least one, without an empty prompt.
         pad: token id that fills shorter rows.
         ends: token ids that end a completion if its options have no ``stop``.
-
-    Raises:
-        EngineError: there is no request, or a prompt is empty.
     """
 
     def __init__(self, requests: Sequence[GenerationRequest], pad: int, ends: Sequence[int]) -> None:
-        if not requests or not all(len(request.tokens) for request in requests):
-            raise EngineError(
-                "generate was given an empty prompt, or none; give at least one prompt, of at least one token each."
-            )
         self.requests, self.pad = requests, pad
         self.rows = [
             _Row(request, sample, request.sampling.ends(ends))
@@ -109,8 +111,9 @@ class RequestBatch:
         device, prompts = runtime.program.device, [row.request.tokens for row in self.rows]
         host, given = base_model(model), left_padded(prompts, self.pad, device)
         protocol = usable_protocol(host, runtime, notes)
-        if protocol is not None and not protocol.pads and not bool(given[1].all()):
-            protocol = None  # a cache without a mask has no place for padding
+        if protocol is not None and not protocol.pads:  # a cache without a mask has no place for padding of any rank
+            padded = first_rank(not bool(given[1].all()), runtime.comm, device, "generate")
+            protocol = protocol if padded is None else None
         with keyed_generators(device, 0), torch.no_grad():
             if protocol is None:
                 whole = WholeSequences(runner, host, prompts, self.pad)

@@ -329,7 +329,8 @@ class Trainer(TrlLoop):
             placed = initialize(model, config, loss, example, optimizer, inputs=inputs, whole=self._whole)
         rows = {name: _rows(getattr(self, name)) for name in ("train_dataset", "eval_dataset")}
         refuse_unlike(self.args, rows, placed.comm, placed.device)
-        return HostedModel(placed, whole_steps=self.accelerator.whole_steps)
+        shifts = True if self._loss_shifts_labels else None if getattr(model, "loss_type", None) is None else False
+        return HostedModel(placed, whole_steps=self.accelerator.whole_steps, shifts=shifts)
 
     def _example(self) -> Any:
         """Returns the dataset's first microbatch for the plan; None if it is not needed or cannot be indexed."""

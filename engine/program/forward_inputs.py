@@ -59,6 +59,18 @@ class ForwardSignature:
         )
 
 
+def batch_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    """Returns the arguments of a call of ``model`` as one batch: a single argument itself, else a tuple or a dict.
+
+    With positional and keyword arguments, positional ones get the names of forward's parameters.
+    """
+    if len(args) == 1 and not kwargs:
+        return args[0]
+    if not args or not kwargs:
+        return kwargs or args
+    return dict(zip(ForwardSignature.of(model).positional or (), args, strict=False)) | kwargs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInputs:
     """Rule that selects the part of a microbatch that the model's forward receives."""

@@ -171,6 +171,19 @@ def _mixed_dtypes(error: RuntimeError, compute: torch.dtype) -> EngineError:
 
 
 @contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Opens a context outside of ``torch.inference_mode``; without gradients if that mode was on.
+
+    Tensors that the engine creates in that mode and keeps could not be written or differentiated after it.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Returns a context in which all modules of ``model`` are in eval mode; its end restores their modes."""
     training = {module: module.training for module in model.modules()}

@@ -138,7 +138,7 @@ class GradedInputs:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> None:
-        given = args[0] if len(args) == 1 and not kwargs else kwargs or args
+        given = (args, kwargs) if args and kwargs else kwargs or (args[0] if len(args) == 1 else args)
         named = named_tensors(given) if torch.is_grad_enabled() else ()
         graded = [(name, tensor) for name, tensor in named if tensor.requires_grad]
         for name, tensor in graded:

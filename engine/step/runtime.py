@@ -25,7 +25,7 @@ from engine.planning.plan import Plan
 from engine.program.batch import Batch
 from engine.program.program import Program
 from engine.step.parts import StepPart, StepParts
-from engine.step.rank_parts import AverageOfWeights, DelayedUpdates, StatesOnHost
+from engine.step.rank_parts import AverageOfWeights, BackgroundReads, DelayedUpdates, StatesOnHost
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket, leave
 from engine.zero.gather.gatherer import ParameterGatherer
@@ -311,6 +311,16 @@ class RankRuntime:
         """
         with self.parts.entering(StepPart.changing):
             self.settle()
+            yield
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Opens a context for reads of weights between steps; first completes all updates."""
+        reads = self.parts.find(BackgroundReads)
+        changed = reads is not None and reads.changed
+        with self.changing():
+            if reads is not None:
+                reads.changed = changed
             yield
 
     @contextmanager

@@ -29,6 +29,7 @@ from engine.parallel.comm.traffic import Tally
 from engine.parallel.model.forward_patch import PatchLayer
 from engine.parallel.tensor.logits.sharded_logits import compute_lazy
 from engine.program.batch import Batch
+from engine.program.forward_inputs import batch_of_call
 from engine.program.loss import WeightedLoss, check_pair, check_scalar, check_trainable, with_metrics
 from engine.step.batch_check import check_batch
 from engine.step.failed_ranks import note_failure
@@ -128,7 +129,7 @@ class UserLoop:
         self._recover()
         self._runtime.gradient_guard.lift()
         runtime, training = self._runtime, torch.is_grad_enabled()
-        given = args[0] if len(args) == 1 and not kwargs else kwargs or args
+        given = batch_of_call(runtime.program.model, args, kwargs)
         if self._step is None and self._started is None and training:
             self._started = time.perf_counter(), runtime.comm.tally.copy()
             for part in runtime.parts.having(StepPart.begin_step):
@@ -471,8 +472,7 @@ class UserLoop:
         """Forgets the unfinished step, and forwards without a backward."""
         self._forget_gradients()
         self._started = self._counted = None
-        self.state, self._continues = LoopState.ENTERED, False
-        self._forwards = 0
+        self.state, self._continues, self._forwards = LoopState.ENTERED, False, 0
 
     def _forget_gradients(self) -> None:
         self._runtime.gradient_guard.lift()

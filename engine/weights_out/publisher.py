@@ -27,7 +27,7 @@ from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.huggingface import with_dtype
 from engine.checkpoint.run_state import RunState
 from engine.config.outer_section import WeightsOutConfig
-from engine.errors import ConfigError, LaunchError, first_line
+from engine.errors import ConfigError, EngineError, LaunchError, first_line
 from engine.kernels.codecs.weight_format import dequantize
 from engine.kernels.device import is_host
 from engine.outer.http.open_link import read_secret
@@ -188,6 +188,7 @@ class WeightPublisher:
                 False: no wait; a thread may copy weights in host memory after the return, and the next update waits for
                 this thread.
         """
+        self._check_buffers()
         told = from_first(lambda: self._begin(waits), self._run.comm, self._run.device)
         if not told:
             return None
@@ -254,6 +255,24 @@ class WeightPublisher:
         self._reads.wait()  # the version is announced by then
         with self._reader.leased(None, until):
             deliver(WeightBlocks(self._reader, version, until), self._consumers)
+
+    def _check_buffers(self) -> None:
+        """Raises on all ranks if a buffer has another shape than receivers know.
+
+        One all-reduce of 8 bytes over the world if the model has persistent buffers, label "start".
+        """
+        if all(tensor.row is not None for tensor in self._run.tensors):
+            return
+        with all_or_none(self._run.comm, self._run.device, "refused to publish its buffers, so no rank publishes"):
+            live = dict(self._run.model.named_buffers())
+            for tensor in self._own:
+                buffer, known = live.get(tensor.name.partition("/")[2]), tensor.kind.shape
+                if tensor.row is None and (buffer is None or tuple(buffer.shape) != known):
+                    given = "is no buffer any more" if buffer is None else f"has shape {list(buffer.shape)}"
+                    raise EngineError(
+                        f"buffer {tensor.key!r} {given}, but receivers have memory for its shape at the start, "
+                        f"{list(known)}; keep the shapes of persistent buffers, or make a new engine."
+                    )
 
     def _takes_frozen(self) -> bool:
         """Returns True if this version needs frozen weights anew: the first one, and one after a load or a change by

@@ -1,5 +1,6 @@
 """Members of DeepSpeed's engine object that fewer scripts use: data, weights, grid, memory, compilation."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import engine
 import engine.deepspeed as deepspeed
+from engine.checkpoint.format.filesystem import Files
 from engine.deepspeed.runtime import lr_schedules
 from engine.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from engine.deepspeed.utils import safe_get_full_grad, safe_set_full_grad
@@ -226,6 +228,26 @@ def test_a_rank_writes_no_part_of_a_parameter_of_others(run_ranks: Any) -> None:
     for said, unlike in run_ranks(write_from_a_rank, 2):
         assert "modifier_rank 0 for '0.weight', of which tensor, expert or pipeline ranks" in said
         assert not unlike
+
+
+def test_the_file_latest_is_the_old_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eng = started()
+    eng.save_checkpoint(tmp_path, "first")
+
+    def fails(files: Files, file: int, data: memoryview) -> None:
+        if len(data) == len("second"):
+            written(files, file, data[:2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(files, file, data)
+
+    written = Files.write
+    monkeypatch.setattr(Files, "write", fails)
+    with pytest.raises(OSError, match="No space left"):
+        eng.save_checkpoint(tmp_path, "second")
+    assert (tmp_path / "latest").read_text() == "first"
+    monkeypatch.undo()
+    eng.save_checkpoint(tmp_path, "second")
+    assert (tmp_path / "latest").read_text() == "second" and not [*tmp_path.glob(".*")]
 
 
 def test_a_client_state_has_strings_for_keys(tmp_path: Path) -> None:

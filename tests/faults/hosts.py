@@ -59,8 +59,16 @@ HOSTS = (
         name="losses-of-evaluation-averaged",
         about="Losses of microbatches are averaged in evaluation, whatever rows and labels they have.",
         file="engine/hosting/hosted_model.py",
-        old='    output["loss"] = (losses * weights).sum()\n',
+        old='    output["loss"] = torch.where(weights > 0, losses * weights, 0).sum()  # a mean over no label is nan\n',
         new='    output["loss"] = losses.mean()\n',
+        tests=(f"{_STEPS}::test_losses_of_microbatches_become_that_of_the_batch",),
+    ),
+    Fault(
+        name="evaluation-weighed-by-unshifted-labels",
+        about="Losses of microbatches are weighed by all labels, of which a causal loss skips the first of each row.",
+        file="engine/hosting/hosted_model.py",
+        old="if shifts and labels.ndim > 1",
+        new="if not shifts and labels.ndim > 1",
         tests=(f"{_STEPS}::test_losses_of_microbatches_become_that_of_the_batch",),
     ),
     Fault(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
-from engine.parallel.comm.agreement import bit_sum, gather_from_all
+from engine.parallel.comm.agreement import bit_sum, first_rank, gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis
 from engine.parallel.model.name_patterns import refuse_unmatched
@@ -114,7 +114,7 @@ def full_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor
     yield views
     with torch.no_grad():
         # what has changed, and not what is there: copies that were never equal to the bit may still be read
-        check_data_ranks(_changes(firsts, before), axes, shards.call, shards.comm)
+        check_data_ranks(_changes(firsts, before), axes, shards.call, shards.comm, shards.device)
         rows = matching_rows(shards.table, pattern)
         check_holders(_changes(views, before_views), rows, shards.call, shards.comm, shards.device)
         pieces = [piece for piece in shards.pieces if id(piece.flat) in wholes]
@@ -196,8 +196,11 @@ def _gather(flat: FlatBucket, shards: NamedShards) -> Tensor:
     return whole
 
 
-def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], call: str, comm: Comm) -> None:
-    """Raises if data ranks have written different values into a gathered bucket. Collective over dp.
+def check_data_ranks(
+    written: Mapping[str, Tensor], axes: Mapping[str, Axis], call: str, comm: Comm, device: torch.device
+) -> None:
+    """Raises on all ranks if any data ranks have written different values into a gathered bucket. Collective over dp,
+    then over the world (8 bytes).
 
     Args:
         written: name of the first parameter of each gathered bucket -> digest of the bucket's values.
@@ -208,16 +211,20 @@ def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], ca
     Raises:
         EngineError: the digests differ between ranks.
     """
+    found = None
     for axis in sorted({axes[name] for name in written}):
         names = [name for name in written if axes[name] == axis]
-        mine = torch.stack([written[name] for name in names])
-        table = gather_from_all(mine, comm, mine.device, LABEL, axis)
+        table = gather_from_all(torch.stack([written[name] for name in names]), comm, device, LABEL, axis)
         differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
-        if differing:
-            raise EngineError(
-                f"{call}: data ranks have written different values into {names[differing[0]]!r} or a parameter that is "
-                "gathered with it, and the engine drops them all; write the same values on every rank."
-            )
+        if differing and found is None:
+            found = names[differing[0]]
+    first = first_rank(found is not None, comm, device, LABEL)  # other ranks still have collectives of this call
+    if first is not None:
+        where = f"{found!r} or a parameter that is gathered with it" if found else f"a parameter of rank {first}"
+        raise EngineError(
+            f"{call}: data ranks have written different values into {where}, and the engine drops them all; write the "
+            "same values on every rank."
+        )
 
 
 def check_holders(
@@ -289,8 +296,8 @@ def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, n
         with torch.no_grad():
             digests = {flat.bucket.slots[0].name: bit_sum(flat.params) for flat in written}
             axes = {flat.bucket.slots[0].name: flat.bucket.spread.copies for flat in written}
-            check_data_ranks(digests, axes, "full_parameters", sharded.comm)
             held, device = {name: bit_sum(parameter) for name, parameter in chosen.items()}, flats[0].params.device
+            check_data_ranks(digests, axes, "full_parameters", sharded.comm, device)
             check_holders(held, matching_rows(sharded.table, pattern), "full_parameters", sharded.comm, device)
         for flat in written:
             flat.kept.copy_(flat.params[flat.shard])

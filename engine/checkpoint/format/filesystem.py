@@ -251,6 +251,15 @@ def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
     return count
 
 
+def replace_file(files: Files, path: Path, data: bytes) -> None:
+    """Replaces the file ``path`` by one with the contents ``data``; a crash leaves the old file or the new one."""
+    new = path.with_name(f".{path.name}.tmp")
+    new.unlink(missing_ok=True)
+    write_new(files, new, [memoryview(data)])
+    files.rename(new, path)
+    files.sync_folder(path.parent)
+
+
 @contextmanager
 def opened(files: Files, root: Path, name: str) -> Iterator[int]:
     """Opens the file ``name`` under ``root`` for reading inside this context; yields its descriptor.

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.checkpoint.foreign import open_checkpoint
-from engine.checkpoint.format.filesystem import Files, follow_umask, resolved
+from engine.checkpoint.format.filesystem import Files, follow_umask, replace_file, resolved
 from engine.checkpoint.format.host_image import as_bytes, torch_dtype
 from engine.checkpoint.format.pieces import Part
 from engine.checkpoint.format.step_folders import steps_of
@@ -92,7 +92,7 @@ def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
 
 def write_script(save_dir: Path) -> None:
     """Writes the script ``zero_to_fp32.py`` into the folder ``save_dir``, as DeepSpeed does."""
-    (save_dir / SCRIPT).write_text(TEXT, encoding="utf-8")
+    replace_file(Files(), save_dir / SCRIPT, TEXT.encode())
 
 
 def _folder(given: Path, tag: str | None) -> Path:

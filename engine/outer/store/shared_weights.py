@@ -4,7 +4,9 @@
     folder/tensors      names and shapes, written once by the first site, which holds a lock on it while it lives
     folder/seeded-R     empty; rank R of the first site has written its initial weights
     folder/life-N       empty; one for each join
+    folder/site-N       pushes of each rank of a site, int64, and a copy of the weights, fp32; removed once all map it
 
+The ranks of a site pull from one copy, made after the pushes of all of them, so that replicated parameters are equal.
 Concurrent additions to one element may lose one of them, so two runs differ (Recht et al. 2011).
 """
 
@@ -36,6 +38,9 @@ from engine.outer.messages import (
 )
 from engine.outer.store.placement import FlatTensors
 
+_RANKS = 4096
+"""Ranks of a site of one host, at most."""
+
 
 class SharedWeights:
     """Weights that all sites of one host update in a memory-mapped file without locks (Hogwild).
@@ -61,7 +66,11 @@ class SharedWeights:
         """Names and shapes of the tensors, and ranks of the first site."""
         self._first: int | None = None
         """Locked descriptor of the file of names and shapes, if this site has written it."""
-        self._merged = -1
+        self._ranks, self._merged = 1, -1
+        self._pushes: Tensor | None = None
+        """Pushes of each rank of this site, int64 [ranks]; None: the site has one rank."""
+        self._copy: Tensor | None = None
+        """Weights that all ranks of this site pull; None: the site has one rank."""
         self._moved = [0, 0]
 
     def join(self, request: JoinRequest) -> JoinReply:
@@ -73,6 +82,7 @@ class SharedWeights:
         Raises:
             StoreRefusedError: the folder cannot be written, or its first site has ended without initial weights.
         """
+        self._ranks = request.ranks
         told = json.dumps({"tensors": request.tensors, "ranks": request.ranks})
         path, life = self._folder / "tensors", 0
         try:
@@ -95,8 +105,6 @@ class SharedWeights:
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
         """Maps the shared weights into memory, and registers the elements that this rank pushes and pulls.
 
-        Ignores ``life``.
-
         Raises:
             StoreRefusedError: ``layout`` does not fit the first site's model.
         """
@@ -112,6 +120,10 @@ class SharedWeights:
         self._layout, self._known = layout, known
         path, (size,) = str(self._folder / "weights"), self._tensors.sizes
         self._values = torch.from_file(path, shared=True, size=size, dtype=torch.float32)
+        self._merged = -1
+        if rank or self._ranks > 1:
+            site = torch.from_file(str(self._site(life)), shared=True, size=2 * _RANKS + size, dtype=torch.float32)
+            self._pushes, self._copy = site[: 2 * _RANKS].view(torch.int64), site[2 * _RANKS :]
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
         """Writes this rank's initial weights to the shared weights; ignores ``life`` and ``fragment``.
@@ -131,23 +143,32 @@ class SharedWeights:
         for shared, own in self._pushed(values):
             shared.sub_(own)
         self._merged, self._moved[0] = meta.key.seq, self._moved[0] + body.nbytes
+        if self._pushes is not None:
+            self._pushes[rank] = meta.key.seq + 1
         return PushState.MERGED
 
     def offer(self, life: int, fragment: int) -> Offer | None:
-        """Returns an offer of the current weights; None before the first site has written its initial weights.
+        """Returns an offer of the current weights; None before the first site has written its initial weights, or
+        before all ranks of this site have made the last push of this rank.
 
-        Ignores ``life`` and ``fragment``.
+        Only rank 0 of a site calls it. Ignores ``fragment``.
         """
         if not self._is_seeded(self._known):
             return None
+        if self._pushes is not None and self._copy is not None and self._values is not None:
+            if bool((self._pushes[: self._ranks] <= self._merged).any()):
+                return None
+            self._copy.copy_(self._values)
+            self._site(life).unlink(missing_ok=True)
         return Offer(version=self._merged + 1, merged=self._merged, members=1)
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
-        """Returns a copy of the current values of the elements that this rank pulls, fp32 [elements]; ignores the
+        """Returns a copy of the offered values of the elements that this rank pulls, fp32 [elements]; ignores the
         arguments.
         """
-        assert self._values is not None, "this rank has registered its pieces"
-        found = self._tensors.cut((self._values,), self._layout)
+        offered = self._values if self._copy is None else self._copy
+        assert offered is not None, "this rank has registered its pieces"
+        found = self._tensors.cut((offered,), self._layout)
         self._moved[1] += found.nbytes
         return found
 
@@ -156,7 +177,7 @@ class SharedWeights:
 
     def leave(self, life: int) -> None:
         """Unmaps the shared weights from this process's memory; the files remain for other sites."""
-        self._values = None
+        self._values = self._pushes = self._copy = None
         if self._first is not None:
             os.close(self._first)
             self._first = None
@@ -164,6 +185,9 @@ class SharedWeights:
     def status(self) -> StoreStatus:
         """Returns a status with this rank's pushed and pulled bytes; the version is the count of this site's pushes."""
         return StoreStatus((self._merged + 1,), received_bytes=self._moved[0], sent_bytes=self._moved[1])
+
+    def _site(self, life: int) -> Path:
+        return self._folder / f"site-{life}"
 
     def _is_seeded(self, known: Mapping[str, Any]) -> bool:
         """Returns True once all ranks of the first site have written their initial weights."""

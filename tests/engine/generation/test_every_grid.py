@@ -1,6 +1,6 @@
 """Generation on every grid: tokens of transformers in one process, greedy and sampled, with log-probabilities."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import engine
 from engine.engine import Engine
 from engine.generation.generator import GeneratedText
-from engine.generation.sampling import SamplingOptions
+from engine.generation.sampling import GenerationRequest, SamplingOptions
 from tests.engine.generation.generating import WORDS, on_grid, prompts, small_decoder, transformers_model
 
 TOKENS = 9
@@ -245,6 +245,19 @@ def test_a_model_with_a_cache_and_without_a_mask_generates() -> None:
     assert equal[0] == unequal[0], "prompts of unequal lengths run without the cache"
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_data_ranks_use_a_cache_without_a_mask_together_or_not_at_all(stage: int) -> None:
+    """Only the second data rank has prompts of unequal lengths."""
+
+    def body(eng: Engine) -> Any:
+        sampling = SamplingOptions(max_new_tokens=3, temperature=0)
+        return eng.generate([[1, 2, 3], [4, 5, 6][eng.grid.row_rank :]], sampling=sampling)[0].tolist()
+
+    changes: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    first, second = on_grid(Summed, {"data": 2}, body, lambda logits, batch: logits.sum() * 0, **changes)
+    assert first == second
+
+
 def test_what_sampling_refuses() -> None:
     def refused(eng: Engine) -> None:
         options = SamplingOptions()
@@ -259,3 +272,27 @@ def test_what_sampling_refuses() -> None:
                 eng.generate(given, sampling=sampling, **extra)
 
     on_grid(partial(transformers_model, "Llama"), {"data": 1}, refused)
+
+
+def test_prompts_that_one_data_rank_refuses_end_the_call_on_all() -> None:
+    """With sharded parameters the other data rank has forwards that need both."""
+
+    def told(eng: Engine) -> tuple[list[str], int]:
+        sampling, rows = SamplingOptions(max_new_tokens=2, temperature=0), 1 - eng.grid.row_rank
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: eng.generate([[1, 2]] * rows, sampling=sampling),
+            lambda: eng.generate([[1, 2] * rows], sampling=[sampling]),
+            lambda: eng.generate_requests([GenerationRequest(tokens=[1, 2], sampling=sampling)] * rows),
+            lambda: eng.generate(torch.ones(rows, 2, dtype=torch.long), max_new_tokens=2),
+        )
+        found = []
+        for call in calls:
+            with pytest.raises(engine.EngineError) as error:
+                call()
+            found.append(str(error.value))
+        return found, eng.generate([[1, 2]], sampling=sampling).shape[1]
+
+    changes: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    (first, length), (second, _) = on_grid(partial(transformers_model, "Llama"), {"data": 2}, told, **changes)
+    assert first == ["rank 1 refused its prompts, so no rank generates; read its error."] * 4 and length == 4
+    assert all(text.startswith("generate was given ") for text in second)

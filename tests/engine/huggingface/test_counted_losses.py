@@ -59,3 +59,12 @@ def test_a_mean_is_refused_the_rows_that_lack_and_a_sum_is_not(tmp_path: Any) ->
     found = run_counted(run, 2)
     assert "a microbatch of 2 of 4 rows" in found["bert"].error and "dataloader_drop_last" in found["bert"].error
     assert found["sum of own"].losses == pytest.approx(host["sum of own"].losses, rel=1e-5)
+
+
+def test_an_evaluation_weighs_the_microbatches_of_a_causal_mean_by_its_shifted_labels(tmp_path: Any) -> None:
+    """Six ragged rows are two microbatches on a pipeline, and one forward of the host."""
+    host, found = (
+        run_counted(CountedRun(folder=str(tmp_path), models=("llama of means",), config=config, rows=24), ranks)
+        for ranks, config in ((1, None), GRIDS["pp2"])
+    )
+    assert found["llama of means"].evaluated == pytest.approx(host["llama of means"].evaluated, rel=1e-6)

@@ -1,6 +1,6 @@
 """Steps of a Trainer over a pipeline: what the engine is given of them, without an engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import engine
-from engine.hosting.hosted_model import HostedModel, with_one_loss, with_share
+from engine.hosting.hosted_model import HostedModel
 from engine.huggingface.trainer import OwnLoss, Trainer, WholeSteps
 from engine.program.batch_rows import BatchRows
 from tests import models
@@ -157,22 +157,40 @@ def test_a_loss_of_the_users_is_summed_over_the_step() -> None:
     assert float(steps.loss(torch.ones(3, 4), microbatch)) == sum(range(12)) / 12 * 4
 
 
-@pytest.mark.parametrize("labels", [None, [[1, 1], [1, -100], [-100, 1], [1, 1], [1, 1]]])
+LABELS: Mapping[str, list[list[int]] | None] = {
+    "none": None,
+    "ragged": [[1, 1, 1], [1, 1, -100], [-100, 1, 1], [1, 1, 1], [-100, -100, 1]],
+    "none in a microbatch": [[1, 1, 1], [1, 1, -100], [1, -100, -100], [1, -100, -100], [1, 1, 1]],
+}
+
+
+@pytest.mark.parametrize("labels", LABELS)
 @pytest.mark.parametrize("divides", [True, False])
-def test_losses_of_microbatches_become_that_of_the_batch(divides: bool, labels: list[list[int]] | None) -> None:
-    """Of a model that divides by the number of items, and of one that ignores it: a mean over rows, or over labels."""
-    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
-    items = torch.ones(5, 1) if labels is None else torch.tensor(labels).ne(-100)
-    batch = {"input_ids": torch.zeros(5, 4), "num_items_in_batch": torch.tensor(9)}
-    batch |= {} if labels is None else {"labels": torch.tensor(labels)}
-    shared, losses = with_share(batch, 5, 2), []
-    for first in (0, 2, 4):
-        part = slice(first, first + 2)
-        total = (values[part, None] * items[part]).sum()
-        losses.append(total / (shared["num_items_in_batch"][part].sum() if divides else items[part].sum()))
-    output = with_one_loss({"loss": torch.stack(losses)}, batch, 5, 2)
-    whole = float((values[:, None] * items).sum())
-    assert float(output["loss"]) == pytest.approx(whole / (9 if divides else float(items.sum())))
+@pytest.mark.parametrize(("shifts", "told"), [(True, True), (False, False), (True, None), (False, None)])
+def test_losses_of_microbatches_become_that_of_the_batch(
+    divides: bool, labels: str, shifts: bool, told: bool | None
+) -> None:
+    """A model divides by the number of items or averages over its labels, of which a causal one skips the first."""
+    values, given = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), LABELS[labels]
+    batch = {"values": values, "num_items_in_batch": torch.tensor(9)}
+    batch |= {} if given is None else {"labels": torch.tensor(given)}
+
+    def loss(part: Mapping[str, Tensor]) -> Tensor:
+        wanted = part.get("labels", torch.ones(len(part["values"]), 3))[:, int(shifts) :]
+        items = wanted.ne(-100)
+        total = (part["values"][:, None] * items).sum()
+        return total / (part["num_items_in_batch"].sum() if divides else items.sum())
+
+    class Predicting(SimpleNamespace):
+        def predict(self, batch: Mapping[str, Tensor], micro: int) -> Any:
+            parts = [{key: part[first : first + micro] for key, part in batch.items()} for first in range(0, 5, micro)]
+            return {"loss": torch.stack([loss(part) for part in parts])}
+
+    config = SimpleNamespace(pp=2, micro=2)
+    fake: Any = Predicting(module=None, config=config, batch_rows=BatchRows(), complete=lambda batch: None)
+    with torch.no_grad():
+        output = HostedModel(fake, whole_steps=True, shifts=told)(**batch)
+    assert float(output["loss"]) == pytest.approx(float(loss(batch)), rel=1e-6)
 
 
 def test_a_model_that_is_made_under_inference_mode_trains() -> None:

@@ -7,12 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import engine
+from engine.checkpoint.format.pieces import Part, Piece
 from engine.config import load_config
 from engine.errors import EngineError
 from engine.models.decoder import loss_sum
-from engine.outer.messages import JoinRequest, RankLayout, StoreRefusedError
+from engine.outer.messages import (
+    JoinRequest,
+    NamedPiece,
+    PushKey,
+    PushMeta,
+    PushShare,
+    RankLayout,
+    StoreRefusedError,
+)
 from engine.outer.store.shared_weights import SharedWeights
 from tests import models
 from tests.engine.outer.test_grid_sites import TP2, ZERO2, train_site
@@ -98,3 +108,34 @@ def test_the_names_and_shapes_are_written_before_another_site_finds_them(
     monkeypatch.setattr(os, "fdopen", open_unseen)
     assert shared(tmp_path).join(request()).seeds
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("tensors")] == ["tensors"]
+
+
+def test_the_ranks_of_a_site_pull_equal_weights_while_another_site_pushes(tmp_path: Path) -> None:
+    """Both ranks have a replicated tensor, of which the second rank pushes the second half."""
+    part = Part((4,))
+    layouts = [
+        RankLayout((NamedPiece("weight", Piece(part, first, first + 2)),), (NamedPiece("weight", part.whole()),))
+        for first in (0, 2)
+    ]
+    ranks, other = [shared(tmp_path) for _ in layouts], shared(tmp_path)
+    asked = JoinRequest(site=0, ranks=2, tensors=(("weight", (4,)),))
+    life = ranks[0].join(asked).life
+    for rank, (link, layout) in enumerate(zip(ranks, layouts, strict=True)):
+        link.register(life, rank, layout)
+        link.seed(life, rank, 0, torch.zeros(2).view(torch.uint8))
+    joined = other.join(JoinRequest(site=1, ranks=1, tensors=asked.tensors))
+    other.register(joined.life, 0, RankLayout((NamedPiece("weight", part.whole()),), layouts[0].pulled))
+
+    def push(link: SharedWeights, rank: int, elements: int) -> None:
+        meta = PushMeta(PushKey(life, 0, 0), 0, 1, 0.0, 0, 0)
+        link.push(meta, rank, PushShare(), torch.ones(elements).view(torch.uint8))
+
+    push(ranks[0], 0, 2)
+    assert ranks[0].offer(life, 0) is None, "the second rank has not pushed"
+    push(ranks[1], 1, 2)
+    assert ranks[0].offer(life, 0) is not None
+    first = ranks[0].pull(life, 0, 0, 1)
+    push(other, 0, 4)
+    assert ranks[1].pull(life, 1, 0, 1).tolist() == first.tolist() == [-1.0] * 4
+    assert other.pull(joined.life, 0, 0, 1).tolist() == [-2.0] * 4
+    assert not [*tmp_path.glob("site-*")]

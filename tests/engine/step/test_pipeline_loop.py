@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import engine
+from engine.parallel.comm.threads import run_thread_ranks
+from engine.parallel.comm.world import World
 from engine.step.pipeline_call import PipelineCall
 from tests import models
 from tests.engine.step.test_user_loop import (
@@ -218,3 +220,36 @@ def test_mistakes_are_sentences_on_every_stage(run_ranks: RunRanks) -> None:
     assert len(first) == len(expected)
     for text, begin in zip(first, expected, strict=True):
         assert text.startswith(begin), text
+
+
+class Scaled(nn.Module):
+    """Two layers, and a factor for their output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Returns the scaled output."""
+        for block in self.blocks:
+            x = block(x)
+        return x * scale
+
+
+def test_a_call_with_positional_and_keyword_arguments_is_one_batch() -> None:
+    """The model is placed by its first call, and each stage adds the gradient of the positional input."""
+    inputs = torch.linspace(-1, 1, 8).view(2, 4)
+
+    def body(world: World) -> Tensor | None:
+        x = inputs.clone().requires_grad_()
+        config = {"train_micro_batch_size_per_gpu": 2, "parallel": PP2}
+        with engine.initialize(Scaled(), config, lambda output, _: output.sum(), world=world) as eng:
+            eng.open_pipeline()
+            eng.backward(eng(x, scale=torch.full((2, 4), 2.0)).sum())
+        return x.grad
+
+    x = inputs.clone().requires_grad_()
+    Scaled()(x, scale=torch.full((2, 4), 2.0)).sum().backward()
+    for grad in run_thread_ranks(2, body):
+        assert grad is not None and torch.allclose(grad, x.grad)  # type: ignore[arg-type]

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import engine
+from engine.parallel.comm.threads import run_thread_ranks
+from engine.parallel.comm.world import World
 from tests import models
 from tests.engine.every_grid import every_grid
 from tests.selection import wide
@@ -113,3 +115,24 @@ def test_without_a_plan_it_is_refused() -> None:
     config = settings({"data": 1}, 0) | {"compile": False}
     with engine.initialize(models.decoder(), config, loss_of) as eng:
         assert eng.predict(rows(3)).shape[0] == 3, "data parallelism needs no example"
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "tensor"])
+def test_an_evaluation_in_inference_mode_leaves_an_engine_that_trains(axis: str) -> None:
+    """It places the model and makes buffers of messages, which training uses again."""
+
+    def body(world: World) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "parallel": {"data": 1, axis: 2},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        }  # fmt: skip
+        batch = torch.linspace(-1, 1, 8).view(2, 4)
+        with engine.initialize(model, config, lambda output, _: output.square().mean(), world=world) as eng:
+            with torch.inference_mode():
+                losses = [eng.eval_batch(batch).loss, float(eng.predict(batch).square().mean())]
+            return [*losses, eng.train_batch(batch).loss, eng.train_batch(batch).loss]
+
+    for losses in run_thread_ranks(2, body):
+        assert losses == pytest.approx([losses[0]] * 4)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 import engine
 from engine.models.decoder import loss_sum
+from engine.parallel.comm.threads import run_thread_ranks
+from engine.parallel.comm.world import World
 from engine.weights_out.image import WeightImage
 from engine.weights_out.reader import WeightReader
 from engine.weights_out.receiver import WeightReceiver, empty_targets
@@ -87,6 +89,7 @@ def test_frozen_weights_that_were_loaded_are_published_again(quantized: bool) ->
         assert all((target.values == 3).all() for target in live.values())
         publisher: Any = eng._parts.publisher
         copied = publisher.copied
+        eng.full_state_dict()  # a read
         eng.publish_weights()
         assert publisher.copied - copied == 4 * (64 * 64 + 64), "frozen weights are not copied again"
 
@@ -98,3 +101,25 @@ def test_a_failure_of_the_copy_ends_the_next_step(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(WeightImage, "put", failing)
     with pytest.raises(MemoryError):
         run(2, every=1)
+
+
+def test_a_buffer_of_another_shape_is_refused_on_all_ranks() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"data": 2}, "weights_out": {}}
+
+    def body(world: World) -> str:
+        model = torch.nn.Linear(2, 2)
+        model.register_buffer("seen", torch.zeros(2))
+        with engine.initialize(model, config, lambda output, _: output.sum(), torch.ones(1, 2), world=world) as eng:
+            eng.publish_weights()
+            eng.module.seen = torch.zeros(3)
+            with pytest.raises(engine.EngineError) as caught:
+                eng.publish_weights()
+            eng.module.seen = torch.ones(2)
+            eng.publish_weights()
+        return str(caught.value)
+
+    assert sorted(run_thread_ranks(2, body)) == [
+        "buffer 'seen' has shape [3], but receivers have memory for its shape at the start, [2]; keep the shapes of "
+        "persistent buffers, or make a new engine.",
+        "rank 0 refused to publish its buffers, so no rank publishes; read its error.",
+    ]

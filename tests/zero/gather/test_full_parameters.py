@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -142,3 +143,35 @@ def output_after_a_write(world: World) -> Tensor:
 
 def test_written_masters_replace_what_a_forward_has_left_gathered() -> None:
     assert not any(output.any() for output in run_thread_ranks(2, output_after_a_write))
+
+
+def test_a_stage_that_writes_unequal_values_is_refused_on_all_stages() -> None:
+    """The other stage has a collective for the tied parameter that the first one would not reach."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3},
+        "parallel": {"data": 2, "pipeline": 2},
+    }  # fmt: skip
+
+    def body(world: World) -> list[str]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        model[2].weight = model[0].weight
+        with engine.initialize(model, config, _mean_loss, torch.ones(1, 4), world=world) as eng:
+            here = eng.grid.coord()
+
+            def write(opened: Any) -> None:
+                with torch.no_grad(), opened("*") as given:
+                    for values in given.values():
+                        values.fill_(here.dp if here.pp == 0 else 0)
+
+            told = [message(partial(write, opened)) for opened in (eng.full_parameters, eng.masters)]
+            with eng.full_parameters("0.weight") as parameters:
+                assert parameters["0.weight"].count_nonzero() == 16, "the values were dropped"
+        return told
+
+    for told in run_thread_ranks(4, body):
+        for call, text in zip(("full_parameters", "masters"), told, strict=True):
+            assert text.startswith(f"{call}: data ranks have written different values into ")
+
+
+def _mean_loss(output: Tensor, batch: Tensor) -> Tensor:
+    return output.square().mean()
