@@ -85,6 +85,7 @@ class Chosen(nn.Module):
         super().__init__()
         self.gate = nn.Linear(width, experts, bias=False)
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+        self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
         shares, chosen = self.gate(x).softmax(-1).max(-1)
@@ -92,7 +93,7 @@ class Chosen(nn.Module):
         for index, expert in enumerate(self.experts):
             if (rows := (chosen == index).nonzero().flatten()).numel():
                 out = out.index_add(0, rows, expert(x[rows]) * shares[rows, None])
-        return x + out
+        return x + self.dropout(out)  # type: ignore[no-any-return]
 
 
 class Mixed(Chosen):
@@ -100,8 +101,8 @@ class Mixed(Chosen):
 
     def forward(self, x: Tensor) -> Tensor:
         shares = self.gate(x).softmax(-1).unbind(-1)
-        out: Tensor = x + sum(share[:, None] * expert(x) for share, expert in zip(shares, self.experts, strict=True))
-        return out
+        mixed = sum(share[:, None] * expert(x) for share, expert in zip(shares, self.experts, strict=True))
+        return x + self.dropout(mixed)  # type: ignore[no-any-return]
 
 
 class Rows(nn.Module):
