@@ -428,7 +428,7 @@ def _reducer(
     encoded = encoded_reductions(copies.buckets, wire_formats(config, plan.precision), comm, kernels)
     setup = ReducerSetup(copies.buckets, trained, comm, wire, sums, user_backward.start, main, encoded, copies)
     if reduces_each_microbatch(config):
-        return MicrobatchReducer(setup, config.accumulation)
+        return MicrobatchReducer(setup, config.accumulation, plan.context.in_blocks)
     return GradientReducer(setup, scatter=config.zero_optimization.stage > 0)
 
 

@@ -201,10 +201,13 @@ def _counted(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     of blocks with dropout. The end of a module restarts the counts of the levels below, so a skipped module leaves
     later positions unchanged. Modules inside a compiled block are omitted: a hook would break the graph.
     """
-    shallow, deep = find_units(model), find_units(model, deep=True)
-    named = dict(shallow.modules) | dict(deep.modules)
-    for name in (*shallow.blocks, *deep.blocks):
-        block = shallow.modules.get(name) or deep.modules[name]
+    named: dict[str, nn.Module] = {}
+    blocks: list[str] = []
+    for units in (find_units(model), find_units(model, deep=True), find_units(model, mixed=True)):
+        named |= units.modules
+        blocks += units.blocks
+    for name in blocks:
+        block = named[name]
         if any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules()):
             named |= {f"{name}.{key}": child for key, child in weighty_children(block)}
     known = set[int]()

@@ -120,23 +120,35 @@ class MetaTwins:
         """
         if operation.is_of_torch and not operation.written:
             try:
-                return self._on_zeros(operation, expanded=True)
+                return self._filled(operation, expanded=True)
             except RuntimeError:  # a kernel that needs dense tensors; a genuine error is raised again below
                 pass
-        return self._on_zeros(operation, expanded=False)
+        return self._filled(operation, expanded=False)
 
-    def _on_zeros(self, operation: Operation, expanded: bool) -> Any:
-        def zeros(leaf: Any) -> Any:
+    def changes_shape(self, operation: Operation, on_zeros: Any) -> bool:
+        """Returns True if ``operation`` makes tensors of other shapes from ones than ``on_zeros``, its result on zeros;
+        then their shapes depend on content.
+        """
+        if not operation.is_of_torch or operation.written or operation.is_random:
+            return False
+        try:
+            on_ones = self._filled(operation, expanded=False, value=1)
+        except (IndexError, RuntimeError, ValueError):  # ones may be no legal content, such as an index beyond the end
+            return False
+        return _shapes(on_ones) != _shapes(on_zeros)
+
+    def _filled(self, operation: Operation, expanded: bool, value: int = 0) -> Any:
+        def filled(leaf: Any) -> Any:
             # parameters too: the result must be the same on ranks that hold them and on ranks that do not
             if not (isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and self._is_empty(leaf))):
                 return leaf
             if leaf.layout != torch.strided:
                 return without_elements(leaf, self.device)
             shape = () if expanded else leaf.shape
-            return torch.zeros(shape, dtype=leaf.dtype, device=self.device).expand(leaf.shape)
+            return torch.full(shape, value, dtype=leaf.dtype, device=self.device).expand(leaf.shape)
 
         with torch.no_grad():
-            return operation.run_with(tree_map(zeros, operation.args), tree_map(zeros, dict(operation.kwargs)))
+            return operation.run_with(tree_map(filled, operation.args), tree_map(filled, dict(operation.kwargs)))
 
     def lift(self, out: Any, operation: Operation) -> Any:
         """Converts ``out``, the result of running ``operation`` on zeros, to meta twins with autograd edges to the
@@ -267,3 +279,7 @@ class _Depending(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise NotImplementedError("a trace has no gradients")
+
+
+def _shapes(out: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in plain_leaves(out) if isinstance(leaf, Tensor)]

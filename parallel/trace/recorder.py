@@ -293,6 +293,14 @@ class Recorder(TorchFunctionMode):
                 "it; move it into a block."
             )
 
+    def _note_shape(self, operation: Operation, on_zeros: Any) -> None:
+        if self._twins.changes_shape(operation, on_zeros):
+            what = f"{user_place()} makes a tensor whose shape depends on its content ({operation.name}) between units"
+            stages = "which only one stage of a pipeline has; keep the shape, or move it into a block."
+            self.provenance.problems.append(
+                UncutPath(f"{what}, {stages}", f"{what}, which a forward on shapes has for zeros only")
+            )
+
     def _updated(self, operation: Operation) -> frozenset[str]:
         """Returns the names of the parameters that share memory with a tensor the operation writes."""
         return self.provenance.names_among(t for target in operation.written for t in self._twins.sharing(target))
@@ -308,6 +316,8 @@ class Recorder(TorchFunctionMode):
             out = self._twins.on_zeros(operation)
             where = f"in {self._call.unit}" if self._call is not None else f"at {user_place()}"
             self._on_zeros.setdefault((operation.name, where), str(error))
+            if self._call is None and any(map(self.provenance.knows, operation.tensors)):
+                self._note_shape(operation, out)
         tensors = [leaf for leaf in plain_leaves(out) if isinstance(leaf, Tensor)]
         if operation.written and not isinstance(out, tuple | list):
             return (self._twins.write(operation) if tensors else out), False

@@ -62,7 +62,13 @@ def trace_model(
         devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
         device = next(devices, torch.device("cpu"))
     found = units or find_units(model)
-    trace = _trace_opened(model, program, found, device, material)
+    try:
+        trace = _trace_opened(model, program, found, device, material)
+    except UncutPathError:  # it may be code of a block, whose lists (experts) were taken for blocks
+        whole = find_units(model, mixed=True)
+        if units is not None or whole.modules.keys() == found.modules.keys():
+            raise
+        found, trace = whole, _trace_opened(model, program, whole, device, material)
     for mixed in (False, True) if units is None else ():
         more = find_units(model, deep=True, mixed=mixed)
         too_few = sum(call.unit in trace.blocks for call in trace.calls) < stages

@@ -72,10 +72,13 @@ class MicrobatchReducer(SharedReduction):
         setup: arguments that all reducers share.
         microbatches: usual number of backwards in a step. If a rank runs fewer, as after an error, ``finish`` runs the
             missing reduce-scatters with zeros.
+        chained: True if the backward of a rank waits for that of another rank (recurrences over context ranks), which
+            must not wait for it meanwhile; then a backward may use more than ``BUFFERS`` buffers.
     """
 
-    def __init__(self, setup: ReducerSetup, microbatches: int) -> None:
+    def __init__(self, setup: ReducerSetup, microbatches: int, chained: bool = False) -> None:
         super().__init__(setup)
+        self._chained, self._running = chained, False
         self._usual = self._microbatches = microbatches
         self._fillings = [_Filling(flat) for flat in setup.buckets]
         self._places: dict[str, tuple[_Filling, Slot]] = {
@@ -119,9 +122,11 @@ class MicrobatchReducer(SharedReduction):
         try:
             for name, grad in self._kept.pop(place, ()):
                 self.take(name, grad)
+            self._running = True
             with self._hooks.backward():
                 yield
         finally:
+            self._running = False
             self._end_round(stage)
 
     def expect(self, backwards: int) -> None:
@@ -288,7 +293,7 @@ class MicrobatchReducer(SharedReduction):
 
     def _borrow(self, flat: FlatBucket) -> Tensor:
         """Returns a buffer of the bucket's size, with undefined content."""
-        while len(self._flights) >= BUFFERS:
+        while len(self._flights) >= BUFFERS and not (self._chained and self._running):
             self._land()
         elements, dtype = flat.bucket.elements, flat.grads.dtype
         for index, buffer in enumerate(self._free):

@@ -78,6 +78,55 @@ def test_blocks_of_several_classes_are_cut_as_in_one_process(run_ranks: RunRanks
         assert min(result.reference.norms) > 0.05, "clipping must be active"
 
 
+class Chosen(nn.Module):
+    """Experts that compute the rows of the batch that choose them, where there are any."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            if (rows := (chosen == index).nonzero().flatten()).numel():
+                out = out.index_add(0, rows, expert(x[rows]) * shares[rows, None])
+        return x + self.dropout(out)  # type: ignore[no-any-return]
+
+
+class Mixed(Chosen):
+    """Another class, so that the list of blocks is of several and only lists of experts are of one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1).unbind(-1)
+        mixed = sum(share[:, None] * expert(x) for share, expert in zip(shares, self.experts, strict=True))
+        return x + self.dropout(mixed)  # type: ignore[no-any-return]
+
+
+class Rows(nn.Module):
+    """A chain over rows [B, W]."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.head = nn.Linear(width, width), nn.Linear(width, 1)
+        self.layers = nn.ModuleList([Chosen(width, 3), Mixed(width, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_experts_chosen_by_content_stay_in_their_block() -> None:
+    batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(3))]
+    found = verify(Rows, settings(2), batches, threads=2)
+    assert found is not None and found.holds(), str(found)
+
+
 @pytest.mark.long
 def test_blocks_of_several_classes_are_sharded_and_cut(run_ranks: RunRanks) -> None:
     cases = [({"tensor": 2}, {}), ({"tensor": 2, "split": ["inner.layers.2"]}, {"zero_optimization": {"stage": 1}})]

@@ -17,7 +17,7 @@ from engine.planning.plan import build_plan
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 from engine.verify import verify
-from tests.parallel.context.recurrent_models import FAMILIES, OWN, WIDTH, batches
+from tests.parallel.context.recurrent_models import FAMILIES, OWN, VOCABULARY, WIDTH, batches
 from tests.parallel.context.test_context_training import check_parity, config_of
 from tests.parallel.context.test_nested_axes import GRIDS
 from tests.planned_traffic import traffic_differs
@@ -60,6 +60,27 @@ def test_a_reset_in_place_at_a_border_reaches_the_next_rank(layout: str) -> None
 def test_recomputation_sends_states_again(layer: str, mode: str) -> None:
     more = {"activation_checkpointing": {"mode": mode}}
     result = verify(lambda: _Blocks(OWN[layer]), config_of(CP) | more, batches(), None, threads=2)
+    assert result is not None and result.holds(), str(result)
+
+
+class _Recurrent(nn.Module):
+    """A recurrence between two layers; all of it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.gru = nn.Embedding(VOCABULARY, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> Tensor:
+        logits = self.head(self.gru(self.table(input_ids))[0])
+        return nn.functional.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def test_small_buckets_do_not_keep_a_rank_from_its_neighbours_state() -> None:
+    # the weights of the layer fill more buckets than are reduced at a time, before its state is passed on
+    zero = {"zero_optimization": {"stage": 2, "reduce": "microbatch", "reduce_bucket_size": WIDTH}}
+    result = verify(_Recurrent, config_of(CP) | zero, batches()[:1], None, threads=2)
     assert result is not None and result.holds(), str(result)
 
 

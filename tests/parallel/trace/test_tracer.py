@@ -241,6 +241,10 @@ def read_item(model: Trunk, x: Tensor) -> Tensor:
     return x * float(x.norm())
 
 
+def select(model: Trunk, x: Tensor) -> Tensor:
+    return x + x[x > 0].sum()
+
+
 def differentiate(model: Trunk, x: Tensor) -> Tensor:
     return x + torch.autograd.grad(x.sum(), x)[0]
 
@@ -258,6 +262,7 @@ HERE = re.escape(__file__)
     [
         (branch, rf"{HERE}:\d+ reads the content of a tensor on the host \(__bool__\) between units, where only one"),
         (read_item, rf"{HERE}:\d+ reads the content of a tensor on the host \(__float__\) between units"),
+        (select, rf"{HERE}:\d+ makes a tensor whose shape depends on its content \(__getitem__\) between units, which"),
         (differentiate, rf"{HERE}:\d+ differentiates \(grad\) between units, where the graph spans several stages"),
         (write_parameter, rf"{HERE}:\d+ writes parameter 'embed.weight' in place \(mul_\) between units"),
     ],
