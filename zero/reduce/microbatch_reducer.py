@@ -24,7 +24,7 @@ from engine.kernels.dispatch import OpenSum
 from engine.parallel.comm.comm import Pending
 from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot
-from engine.zero.reduce.reducer import Backward, ReducerSetup, SharedReduction
+from engine.zero.reduce.reducer import Backward, Reducer, ReducerSetup
 from engine.zero.reduce.replica_sums import summed_over_replicas
 
 BUFFERS = 2
@@ -64,7 +64,7 @@ class _Flight:
     """The buffer of the full bucket, to be used again."""
 
 
-class MicrobatchReducer(SharedReduction):
+class MicrobatchReducer(Reducer):
     """Gradient reducer for ZeRO 2. It reduce-scatters every bucket once per microbatch, and adds the result to this
     rank's gradient shard.
 
@@ -147,7 +147,7 @@ class MicrobatchReducer(SharedReduction):
         for filling in self._fillings:
             if not filling.touched:
                 filling.flat.grads.zero_()
-                self._changed(filling.flat)
+                self._copies.changed(filling.flat)
         self._add_replicas()
         for filling in self._fillings:
             self._add_ties(filling.flat, filling.flat.shard)
@@ -280,9 +280,9 @@ class MicrobatchReducer(SharedReduction):
         else:
             flat.grads.copy_(flight.result)
         flight.filling.touched = True
-        self._changed(flat)
+        self._copies.changed(flat)
         if flight.last and self._comm.grid.size(flat.bucket.spread.groups) == 1:
-            self._follow_copy(flat, Pending())
+            self._copies.follow(flat, Pending())
         if flight.buffer is not None:
             self._free.append(flight.buffer)
 
@@ -311,7 +311,7 @@ class MicrobatchReducer(SharedReduction):
             across.cross()
         for flat, (whole, _) in zip(apart, sums, strict=True):
             whole.wait()
-            self._changed(flat)
+            self._copies.changed(flat)
 
     def _add_parts(self) -> None:
         """Sums the gradients that are partial over tensor ranks and reduces them, once a step."""
@@ -331,11 +331,11 @@ class MicrobatchReducer(SharedReduction):
             encoded = self._encoded.get(flat.bucket.index)
             if encoded is not None:
                 encoded.start(flat.grads, flat.grads[flat.shard]).wait()
-                self._changed(flat)
+                self._copies.changed(flat)
                 continue
             wire = self._on_wire(flat.grads)
             self._comm.reduce_scatter(wire[flat.shard], wire, flat.bucket.spread.sharding, "gradients").wait()
-            self._changed(flat)
+            self._copies.changed(flat)
             if wire is not flat.grads:
                 flat.grads[flat.shard].copy_(wire[flat.shard])
 

@@ -27,7 +27,7 @@ from engine.kernels.dispatch import OpenSum
 from engine.parallel.comm.comm import Pending
 from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot
-from engine.zero.reduce.reducer import Backward, ReducerSetup, SharedReduction
+from engine.zero.reduce.reducer import Backward, Reducer, ReducerSetup
 from engine.zero.reduce.replica_sums import ReplicaSum, summed_over_replicas
 
 
@@ -68,7 +68,7 @@ class _Progress:
         return self.flat.bucket.slots
 
 
-class GradientReducer(SharedReduction):
+class GradientReducer(Reducer):
     """Gradient reducer for ZeRO 0 and 1. It accumulates the gradients of all microbatches in full buckets, then reduces
     each bucket once per step.
 
@@ -107,6 +107,9 @@ class GradientReducer(SharedReduction):
             self._backward_seen = self._backward_seen or which.last
         finally:
             self._last = self._eager = False
+
+    def expect(self, backwards: int) -> None:
+        """Does nothing, because this reduction does not depend on the number of backwards in a step."""
 
     def finish(self) -> None:
         """Reduces the remaining buckets, waits for all reductions, and prepares the next step.
@@ -163,9 +166,9 @@ class GradientReducer(SharedReduction):
             if progress.sums is not None:
                 progress.flat.gradient(self._part(progress.flat)).add_(progress.sums)
             if progress.received is not None or progress.sums is not None:
-                self._changed(progress.flat)
+                self._copies.changed(progress.flat)
             progress.reduction = progress.received = progress.sums = None
-        self._join_copies()
+        self._copies.join()
 
     def _reopen(self) -> None:
         """Sets reduced sums aside, so that a further backward starts anew and all buckets are reduced once more.
@@ -234,7 +237,7 @@ class GradientReducer(SharedReduction):
         encoded = self._encoded.get(progress.flat.bucket.index)
         if encoded is not None:
             self._follow(progress, encoded.start(grads, grads[shard]), grads[shard])
-            self._changed(progress.flat)
+            self._copies.changed(progress.flat)
             return
         wire = self._on_wire(grads)
         if self._scatter:
@@ -245,10 +248,10 @@ class GradientReducer(SharedReduction):
         if wire is not grads:
             kept = self._part(progress.flat)
             progress.received = partial(grads[kept].copy_, wire[kept])
-        self._changed(progress.flat)
+        self._copies.changed(progress.flat)
         alone = progress.received is None and progress.sums is None and self._launched is None
         if alone and progress.reduction is not None:
-            self._follow_copy(progress.flat, progress.reduction)
+            self._copies.follow(progress.flat, progress.reduction)
 
     def _follow(self, progress: _Progress, inside: Pending, shard: Tensor) -> None:
         """Starts the sum over shard groups after the sum within one; buckets cross in their order, equal on all
