@@ -18,16 +18,6 @@ Flow = Literal["forward", "backward", "state"]
 """Content of a pipeline message: activations, their gradients, or state that is sent between steps."""
 
 
-def all_of(waits: Sequence[Wait]) -> Wait:
-    """Returns a function that calls all ``waits``, in order."""
-
-    def finish() -> None:
-        for wait in waits:
-            wait()
-
-    return finish
-
-
 class Channel(NamedTuple):
     """First-in-first-out channel for messages of one ``flow`` from pipeline stage ``source`` to stage ``target``.
 

@@ -32,7 +32,7 @@ from torch.utils import checkpoint
 
 from engine.errors import EngineError
 from engine.kernels.device import PostedCopy, device_generator, is_host, use_device
-from engine.parallel.comm.backend import Backend, Channel, Reduction, Wait, all_of
+from engine.parallel.comm.backend import Backend, Channel, Reduction, Wait
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Axis, Grid
 
@@ -397,7 +397,13 @@ class ThreadBackend(Backend):
             assert [len(rows) for rows in found] == list(gets), f"rank {self._grid.rank} expects {gets} rows"
             received.copy_(torch.cat(found))
 
-        return all_of([count, self._meet("exchange", group, given, place, of_rows=True)])
+        rows = self._meet("exchange", group, given, place, of_rows=True)
+
+        def finish() -> None:
+            count()
+            rows()
+
+        return finish
 
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
@@ -411,7 +417,13 @@ class ThreadBackend(Backend):
         size = within or self._grid.size(line)
         first = self._grid.index(line) // size * size
         group = (f"{axis or ''} gathers".strip(), tuple(self._grid.peers(line)[first : first + size]))
-        return all_of([self._gather(full, shard, group) for full, shard in pairs])
+        waits = [self._gather(full, shard, group) for full, shard in pairs]
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+
+        return finish
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
         """All-gathers ``data`` over ``within`` neighbouring data ranks; returns the bytes of each rank, by index."""

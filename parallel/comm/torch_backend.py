@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.errors import EngineError, first_line
 from engine.kernels.device import collectives_for, finish, is_host
-from engine.parallel.comm.backend import Channel, Link, Reduction, Wait, all_of, link_rounds
+from engine.parallel.comm.backend import Channel, Link, Reduction, Wait, link_rounds
 from engine.parallel.comm.host_barrier import HostBarrier, host_identity, open_neighbours
 from engine.parallel.comm.shared_memory import MESSAGE_BYTES, HostMessages, SharedMemory, shared_bytes
 from engine.parallel.comm.symmetric_memory import SharedBytes
@@ -184,7 +184,7 @@ class TorchBackend:
         """
         line = _DataGathers("gathers", within or self._grid.size(self._grid.shard_line))
         group = self._groups[line if axis is None else _AxisGathers(axis)]
-        return all_of([_all_gather(full, shard, group) for full, shard in pairs])
+        return _all_of([_all_gather(full, shard, group) for full, shard in pairs])
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
         """All-gathers ``data`` (equal length on all ranks) between the host memories of ``within`` neighbouring data
@@ -412,7 +412,15 @@ def _swap(slices: Tensor, given: Sequence[Tensor], group: dist.ProcessGroup | No
     sources, targets = ([(index + way * distance) % ranks for distance in range(1, ranks)] for way in (-1, 1))
     waits = [_finisher(dist.irecv(slices[source], group=group, group_src=source)) for source in sources]
     waits += [_finisher(dist.isend(given[target], group=group, group_dst=target)) for target in targets]
-    return all_of(waits)
+    return _all_of(waits)
+
+
+def _all_of(waits: Sequence[Wait]) -> Wait:
+    def finish() -> None:
+        for wait in waits:
+            wait()
+
+    return finish
 
 
 def _reduce_scatter_by_exchange(shard: Tensor, full: Tensor, group: dist.ProcessGroup | None) -> Wait:

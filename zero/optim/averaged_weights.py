@@ -12,6 +12,7 @@ as in ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn``, fro
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from engine.errors import EngineError
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.master_weights import sync_masters
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
-from engine.zero.optim.rules.schedule_free import ScheduleFreeAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 FAMILY = "ema"
@@ -98,8 +98,14 @@ _READERS = frozenset({
 """Calls that read weights for others than the optimizer."""
 
 
-Average = WeightAverage | ScheduleFreeAverage
-"""Source of averages of weights by bucket."""
+class Average(Protocol):
+    """Interface of an object that returns averages of weights, such as an exponential moving average, by bucket."""
+
+    def of(self, flat: FlatBucket) -> Tensor:
+        """Returns the averages of the elements of the bucket ``flat`` that this rank updates, as a flat tensor."""
+
+    def forget(self) -> None:
+        """Discards or restarts the averages, after the weights were replaced."""
 
 
 class AveragedWeights:

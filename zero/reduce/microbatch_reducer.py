@@ -137,7 +137,7 @@ class MicrobatchReducer(Reducer):
         Afterwards ``grads`` of each bucket contains this rank's shard of the sum over microbatches and data ranks.
         """
         self._settle()
-        self._end_step()
+        self.unused = self.names - self._seen - self._kept_names
         for stage, done in self._rounds.items():
             for _ in range(done, self._microbatches):
                 self._begin_round(stage)
@@ -147,7 +147,7 @@ class MicrobatchReducer(Reducer):
         for filling in self._fillings:
             if not filling.touched:
                 filling.flat.grads.zero_()
-                self._copies.changed(filling.flat)
+                self._changed(filling.flat)
         self._add_replicas()
         for filling in self._fillings:
             self._add_ties(filling.flat, filling.flat.shard)
@@ -169,8 +169,7 @@ class MicrobatchReducer(Reducer):
         self._flights.clear()
         self._kept.clear()
         self._seen.clear()
-        self._forget_kept()
-        self._forget_products()
+        self._forget()
         self._rounds = dict.fromkeys(self._rounds, 0)
         self._microbatches = self._usual
         for filling in self._fillings:
@@ -280,9 +279,9 @@ class MicrobatchReducer(Reducer):
         else:
             flat.grads.copy_(flight.result)
         flight.filling.touched = True
-        self._copies.changed(flat)
+        self._changed(flat)
         if flight.last and self._comm.grid.size(flat.bucket.spread.groups) == 1:
-            self._copies.follow(flat, Pending())
+            self._follow_copy(flat, Pending())
         if flight.buffer is not None:
             self._free.append(flight.buffer)
 
@@ -311,7 +310,7 @@ class MicrobatchReducer(Reducer):
             across.cross()
         for flat, (whole, _) in zip(apart, sums, strict=True):
             whole.wait()
-            self._copies.changed(flat)
+            self._changed(flat)
 
     def _add_parts(self) -> None:
         """Sums the gradients that are partial over tensor ranks and reduces them, once a step."""
@@ -331,11 +330,11 @@ class MicrobatchReducer(Reducer):
             encoded = self._encoded.get(flat.bucket.index)
             if encoded is not None:
                 encoded.start(flat.grads, flat.grads[flat.shard]).wait()
-                self._copies.changed(flat)
+                self._changed(flat)
                 continue
             wire = self._on_wire(flat.grads)
             self._comm.reduce_scatter(wire[flat.shard], wire, flat.bucket.spread.sharding, "gradients").wait()
-            self._copies.changed(flat)
+            self._changed(flat)
             if wire is not flat.grads:
                 flat.grads[flat.shard].copy_(wire[flat.shard])
 

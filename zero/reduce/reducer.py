@@ -298,7 +298,7 @@ class Reducer(ABC):
 
     def __init__(self, setup: ReducerSetup) -> None:
         self._comm, self._buckets = setup.comm, setup.buckets
-        self._copies = setup.copies
+        self._copies = setup.copies if setup.copies.any else None
         grid = setup.comm.grid
         self._dtype = setup.wire if grid.size(grid.sums) > 1 else None
         self._encoded = setup.encoded
@@ -422,17 +422,23 @@ class Reducer(ABC):
         """Adds the sums that were completed before the end of the step."""
         for flat, part, sums in self._kept_sums:
             flat.gradient(part).add_(sums)
+            self._changed(flat)
+        if self._copies is not None:
+            self._copies.join()
+
+    def _changed(self, flat: FlatBucket) -> None:
+        """Notes that the sums of a bucket were written, so that a copy on the host is stale."""
+        if self._copies is not None:
             self._copies.changed(flat)
-        self._copies.join()
 
-    def _forget_kept(self) -> None:
+    def _follow_copy(self, flat: FlatBucket, reduction: Pending) -> None:
+        """Copies the sums to a host that updates them, once they are reduced."""
+        if self._copies is not None:
+            self._copies.follow(flat, reduction)
+
+    def _forget(self) -> None:
+        """Forgets kept gradients, and matrix products that wait for their nodes."""
         self._kept_sums, self._kept_names = [], frozenset()
-
-    def _end_step(self) -> None:
-        """Notes the parameters without a gradient."""
-        self.unused = self.names - self._seen - self._kept_names
-
-    def _forget_products(self) -> None:
         for product in self._products.values():
             product.forget()
 
@@ -441,7 +447,7 @@ class Reducer(ABC):
         instead of adding to buckets.
         """
         self._hooks.remove()
-        self._forget_products()
+        self._forget()
         if self._main is not None:
             self._main.clear()
 
@@ -489,4 +495,4 @@ class Reducer(ABC):
         update."""
         if flat.bucket.ties:
             self._comm.sum_over_stages(flat.gradient(kept), flat.bucket.ties, "ties").wait()
-            self._copies.changed(flat)
+            self._changed(flat)

@@ -118,7 +118,7 @@ class GradientReducer(Reducer):
         ZeRO 1, in the full bucket at ZeRO 0.
         """
         self._settle()
-        self._end_step()
+        self.unused = self.names - self._seen - self._kept_names
         self._reduce_all()
         for progress in self._progress:
             self._add_ties(progress.flat, self._part(progress.flat))
@@ -138,8 +138,7 @@ class GradientReducer(Reducer):
         does.
         """
         self._seen.clear()
-        self._forget_kept()
-        self._forget_products()
+        self._forget()
         self._empty()
 
     def _empty(self) -> None:
@@ -166,9 +165,10 @@ class GradientReducer(Reducer):
             if progress.sums is not None:
                 progress.flat.gradient(self._part(progress.flat)).add_(progress.sums)
             if progress.received is not None or progress.sums is not None:
-                self._copies.changed(progress.flat)
+                self._changed(progress.flat)
             progress.reduction = progress.received = progress.sums = None
-        self._copies.join()
+        if self._copies is not None:
+            self._copies.join()
 
     def _reopen(self) -> None:
         """Sets reduced sums aside, so that a further backward starts anew and all buckets are reduced once more.
@@ -237,7 +237,7 @@ class GradientReducer(Reducer):
         encoded = self._encoded.get(progress.flat.bucket.index)
         if encoded is not None:
             self._follow(progress, encoded.start(grads, grads[shard]), grads[shard])
-            self._copies.changed(progress.flat)
+            self._changed(progress.flat)
             return
         wire = self._on_wire(grads)
         if self._scatter:
@@ -248,10 +248,10 @@ class GradientReducer(Reducer):
         if wire is not grads:
             kept = self._part(progress.flat)
             progress.received = partial(grads[kept].copy_, wire[kept])
-        self._copies.changed(progress.flat)
+        self._changed(progress.flat)
         alone = progress.received is None and progress.sums is None and self._launched is None
         if alone and progress.reduction is not None:
-            self._copies.follow(progress.flat, progress.reduction)
+            self._follow_copy(progress.flat, progress.reduction)
 
     def _follow(self, progress: _Progress, inside: Pending, shard: Tensor) -> None:
         """Starts the sum over shard groups after the sum within one; buckets cross in their order, equal on all
