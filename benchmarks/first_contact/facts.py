@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from importlib import metadata
 from itertools import product
 from types import MappingProxyType
 
@@ -19,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.first_contact.telling import Finding, device_kind, each, event_ms, on_gpu, settle
+from benchmarks.harness.figures import version_of
 
 PACKAGES = (
     "torch", "triton", "transformers", "numpy", "safetensors", "xxhash", "accelerate", "peft", "pytest", "pytest-xdist",
@@ -49,7 +49,7 @@ def run_facts(names: Sequence[str]) -> None:
 
 
 def _versions() -> Finding:
-    found = {name: _version(name) for name in PACKAGES}
+    found = {name: version_of(name) for name in PACKAGES}
     began = time.perf_counter()
     from engine.api import initialize  # noqa: F401 - the import is what is timed
 
@@ -62,13 +62,6 @@ def _versions() -> Finding:
         "cpus": os.cpu_count(),
         "import_engine_s": round(time.perf_counter() - began, 2),
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return str(metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _host() -> Finding:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.first_contact.processes import MARK
+from benchmarks.harness.worker import last_line
 
 Finding = dict[str, Any]
 BROKEN = 3
@@ -49,8 +50,7 @@ def each(names: Sequence[str], body: Callable[[str], Finding]) -> None:
             tell(name, found.pop("ok", True), began, **found)
         except Exception as error:
             traceback.print_exc()
-            line = next((text for text in str(error).splitlines() if text.strip()), "")
-            tell(name, False, began, error=f"{type(error).__name__}: {line}"[:400])
+            tell(name, False, began, error=last_line(error))
             if "CUDA error" in str(error) or "illegal memory" in str(error):
                 sys.stdout.flush()
                 os._exit(BROKEN)

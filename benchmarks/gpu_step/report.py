@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.gpu_step.contenders import Job
 from benchmarks.gpu_step.models import multiplied_parameters, step_flops
+from benchmarks.harness.figures import markdown_table
 
 BF16_PEAK = 989.4e12
 """Peak bf16 FLOP/s (dense) of an H100 or H200 SXM, from NVIDIA's data sheet."""
@@ -77,13 +78,12 @@ HEADINGS = ("contender", "step ms", "fastest-slowest", "tokens/s", "TFLOP/s", "M
 
 def table(rows: Sequence[Row]) -> str:
     """Formats rows as a Markdown table, one line per contender."""
-    lines = [HEADINGS, ("---",) * len(HEADINGS), *(_cells(row) for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
+    return markdown_table(HEADINGS, map(_cells, rows))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     if not row.turns:
-        return (row.contender, row.error or "not measured", *[""] * (len(HEADINGS) - 2))
+        return row.contender, row.error or "not measured"
     return (
         row.contender,
         f"{row.step_seconds * 1e3:.1f}",

@@ -17,7 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -55,13 +55,22 @@ def record_cells(
     """
     with _alone(root):
         before = read(name, root) if _file(name, root).exists() else {"columns": [], "rows": {}}
-        rows = {row: dict(found) for row, found in before["rows"].items()}
-        for (row, column), text in cells.items():
-            rows.setdefault(row, {})[column] = text
-        columns = list(dict.fromkeys([*before["columns"], *(column for _, column in cells)]))
         source = _source() | dict(measured or {})
         earlier = _earlier(before, set(cells), source["commit"])
-        _write(name, {"corner": corner, "columns": columns, "rows": rows} | source | earlier, root)
+        _write(name, _with_cells(before, corner, cells) | source | earlier, root)
+
+
+def _with_cells(before: Mapping[str, Any], corner: str, cells: Cells) -> dict[str, Any]:
+    rows = {row: dict(found) for row, found in before["rows"].items()}
+    for (row, column), text in cells.items():
+        rows.setdefault(row, {})[column] = text
+    columns = list(dict.fromkeys([*before["columns"], *(column for _, column in cells)]))
+    return {"corner": corner, "columns": columns, "rows": rows}
+
+
+def render_cells(corner: str, cells: Cells, columns: Sequence[str] = ()) -> str:
+    """Formats cells as a Markdown table, in the order of the cells; ``columns``: first ones."""
+    return render(_with_cells({"columns": columns, "rows": {}}, corner, cells))
 
 
 def _earlier(figure: Mapping[str, Any], again: Set[tuple[str, str]], commit: str) -> dict[str, Any]:
@@ -102,6 +111,12 @@ def render(figure: Mapping[str, Any]) -> str:
     lines = [f"| {figure['corner']} | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     lines += [f"| {row} | {' | '.join(cells.get(c, '') for c in columns)} |" for row, cells in figure["rows"].items()]
     return "\n".join(lines)
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Formats rows as a Markdown table; cells that the end of a row lacks are empty."""
+    filled = ([*row, *[""] * (len(headings) - len(row))] for row in (headings, ["---"] * len(headings), *rows))
+    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in filled)
 
 
 def section(figure: Mapping[str, Any]) -> str:
@@ -234,7 +249,7 @@ def _source() -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {"python": platform.python_version()}
-        | {name: found for name in VERSIONS if (found := _version(name))},
+        | {name: found for name in VERSIONS if (found := version_of(name))},
     }
 
 
@@ -249,7 +264,8 @@ def described_commit() -> str:
     return told.stdout.strip()
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """Returns the version of an installed package, "" if it is absent."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -18,20 +18,20 @@ from benchmarks.peers.workload import Mode, Workload
 READY = "ready at"
 
 
+def torchrun(ranks: int, *words: str) -> list[str]:
+    """Returns the command that runs a module with its arguments on every rank of this host."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", *words]
+
+
 def launch(mode: Mode) -> float:
     """Runs torchrun once on the standard workload; returns the seconds until its ranks were ready.
 
     Raises:
         subprocess.CalledProcessError: the job failed.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={mode.ranks}"]
     started = time.time()
-    job = subprocess.run(
-        [*launcher, "-m", "benchmarks.harness.startup", json.dumps(asdict(mode))],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = torchrun(mode.ranks, "benchmarks.harness.startup", json.dumps(asdict(mode)))
+    job = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     line = next(line for line in job.stdout.splitlines() if line.startswith(READY))
     return float(line.removeprefix(READY)) - started
 

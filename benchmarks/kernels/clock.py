@@ -16,6 +16,10 @@ AHEAD, LONGEST_SECONDS = 1.5, 3e-3
 Work = Callable[[], object]
 
 
+def nothing() -> None:
+    """Prepares nothing."""
+
+
 class Clock(Protocol):
     """Interface of a clock that takes timed samples."""
 

@@ -8,14 +8,44 @@ import torch
 
 from benchmarks.harness.interpreted import interpret
 from benchmarks.harness.worker import last_line
-from benchmarks.kernels.cases.lineup import Order, Scale, measured
+from benchmarks.kernels.cases.case import Case, short
+from benchmarks.kernels.cases.errors import deviations, results
+from benchmarks.kernels.cases.lineup import Order, Scale, checked, measured
 from benchmarks.kernels.clock import make_clock
-from benchmarks.kernels.correctness import check_operator
 from benchmarks.kernels.roofline import about, clocks, measure_rates
 from benchmarks.kernels.trial import Bench, BrokenDeviceError, Effort, case_error, measure_case, settle
 from benchmarks.kernels.tuning import tune
+from engine.kernels.dispatch import Kernels
 
 TINY_EFFORT = Effort(rounds=2, samples=1)
+
+
+def check_case(case: Case, device: torch.device) -> dict[str, Any]:
+    """Returns the worst error of the Triton kernel relative to the allowed one, and True if two runs are equal."""
+    given = case.make(device, case.rows)
+    operator = case.ours(Kernels("triton"))
+    found = deviations(operator, case.eager, given)
+    pairs = zip(results(operator, given), results(operator, given), strict=True)
+    same = all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs)
+    shares = [one.error / one.allowed if one.allowed else float(one.error > 0) for one in found]
+    return {
+        "case": case.name,
+        "share_of_allowed": max(shares),
+        "same_bits_twice": same,
+        "passed": all(one.holds for one in found) and same,
+    }
+
+
+def check_operator(operator: str, dtype: torch.dtype, device: torch.device, scale: Scale) -> dict[str, Any]:
+    """Runs all checks of an operator in ``dtype``."""
+    found = [check_case(case, device) for case in checked(operator, dtype, scale)]
+    return {
+        "operator": operator,
+        "dtype": short(dtype),
+        "cases": found,
+        "share_of_allowed": max(one["share_of_allowed"] for one in found),
+        "passed": all(one["passed"] for one in found),
+    }
 
 
 def make_desk(order: Order) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.harness.figures import markdown_table
 from benchmarks.kernels.cases.case import Case, Cost, Direction, Target, short
 from benchmarks.kernels.trial import COMPILED, EAGER, REFERENCE, TRITON
 
@@ -86,24 +87,14 @@ def table(cases: Sequence[Case], found: Mapping[str, Measured], rates: Rates) ->
     """Formats results as a Markdown table, one line per case. Fractions are of the copy rate, or of the product rate
     (*).
     """
-    lines = [_line(HEADINGS), _line(["---"] * len(HEADINGS))]
+    lines = []
     for case in cases:
         measured = found.get(case.name, {"error": "not measured"})
         own = measured.get("contenders", {}).get(TRITON, measured)
-        if "seconds" not in own:
-            lines.append(_line([_title(case), case.where.name, case.shape, own.get("error", "not measured")]))
-            continue
-        lines.append(_line([_title(case), case.where.name, case.shape, *_figures(case, measured, rates)]))
-    return "\n".join(lines)
-
-
-def _title(case: Case) -> str:
-    return f"{case.operator}, {case.form}, {short(case.dtype)}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    filled = [*cells, *[""] * (len(HEADINGS) - len(cells))]
-    return "| " + " | ".join(cell.replace("|", "/") for cell in filled) + " |"
+        told = _figures(case, measured, rates) if "seconds" in own else [own.get("error", "not measured")]
+        title = f"{case.operator}, {case.form}, {short(case.dtype)}"
+        lines.append([title, case.where.name, case.shape, *told])
+    return markdown_table(HEADINGS, lines)
 
 
 def _figures(case: Case, found: Measured, rates: Rates) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.clock import Clock
+from benchmarks.kernels.clock import Clock, nothing
 
 COPY_BYTES = 4 << 30
 PRODUCT_SIZE = 8192
@@ -81,9 +81,5 @@ def _product_rate(device: torch.device, clock: Clock) -> float:
 
 
 def _median(clock: Clock, work: Any) -> float:
-    clock.sample(_nothing, work, 5)
-    return median(clock.sample(_nothing, work, SAMPLES))
-
-
-def _nothing() -> None:
-    pass
+    clock.sample(nothing, work, 5)
+    return median(clock.sample(nothing, work, SAMPLES))

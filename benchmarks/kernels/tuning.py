@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.harness.worker import last_line
 from benchmarks.kernels.cases.case import Case
 from benchmarks.kernels.cases.lineup import Order, checked, measured
+from benchmarks.kernels.clock import nothing
 from benchmarks.kernels.trial import TRITON, Bench, Trial, contenders
 
 PRODUCTS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
@@ -99,8 +100,8 @@ def _random(rows: int, columns: int, bench: Bench) -> Tensor:
 
 def _rate(work: Callable[[], object], flops: int, bench: Bench) -> float | str:
     try:
-        bench.clock.sample(_nothing, work, 2)
-        taken = median(bench.clock.sample(_nothing, work, bench.effort.samples))
+        bench.clock.sample(nothing, work, 2)
+        taken = median(bench.clock.sample(nothing, work, bench.effort.samples))
     except Exception as error:
         return last_line(error)
     return flops / taken / 1e12
@@ -156,7 +157,3 @@ def _scaled(shape: Callable[..., Any], factor: float) -> Callable[..., Any]:
         return RowShape(usual.block, min(_MOST_WARPS, max(1, int(usual.warps * factor))))
 
     return scaled
-
-
-def _nothing() -> None:
-    pass

@@ -8,6 +8,7 @@ from benchmarks.kernels.cases.case import Case, short
 from benchmarks.kernels.report import Measured, seconds
 from benchmarks.kernels.trial import REFERENCE, TRITON
 from engine.kernels.dispatch import TunedChoice
+from engine.kernels.overlap import OverlapChoice
 
 LEAST_SPEEDUP = 1.05
 """Smallest speedup of a row that chooses Triton; a smaller one is within the noise of a run."""
@@ -58,7 +59,8 @@ def _winner(device: str, key: tuple[str, str, int], values: Sequence[float | Non
     return TunedChoice(key[0], device, *key[1:], faster, least)
 
 
-def winners_json(rows: Sequence[TunedChoice]) -> str:
-    """Formats rows as ``kernels/tuned.json``, one line per row."""
-    lines = (json.dumps({name: value for name, value in asdict(row).items() if value is not None}) for row in rows)
-    return '{\n  "winners": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}\n"
+def winners_json(rows: Sequence[TunedChoice] | Sequence[OverlapChoice]) -> str:
+    """Formats rows as ``kernels/tuned.json`` or ``kernels/overlap.json``, one line per row."""
+    lines = [json.dumps({name: value for name, value in asdict(row).items() if value is not None}) for row in rows]
+    body = ",".join(f"\n    {line}" for line in lines) + "\n  " * bool(lines)
+    return f'{{\n  "winners": [{body}]\n}}\n'

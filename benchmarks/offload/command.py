@@ -20,21 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.figures import record_cells, render
-from benchmarks.offload.disk import disk_cells, disk_works
+from benchmarks.harness.figures import record_cells, render_cells
+from benchmarks.offload.disk import disk_cells, disk_works, host_optimizer, update
 from benchmarks.offload.steps import ENGINE_BYTES, RULE_BYTES, step_cells
 from benchmarks.offload.turns import Work, medians
-from benchmarks.peers.cpu_adam import make_cpu_adam
+from benchmarks.peers.zero_offload import make_cpu_adam
 from engine.kernels.optim.host_update import CompileError, library, update_adam_
 from engine.kernels.optim.update_rules import AdamRule
-from engine.parallel.comm.backend import RecordingBackend
-from engine.parallel.comm.comm import Comm
-from engine.parallel.grid import Grid
-from engine.zero.flat_buckets import Ownership, fill, reserve
-from engine.zero.layout import Item, build_layout
-from engine.zero.optim.flat_optimizers import FlatAdam
-from engine.zero.optim.inner_optimizer import GroupOptions
-from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 CORNER = "AdamW on the host"
 BOUND = "its reads and writes alone"
@@ -52,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
     for name, corner, cells in _tables(asked):
-        rows = {row: {column: text for (at, column), text in cells.items() if at == row} for row, _ in cells}
-        print(render({"corner": corner, "columns": list(dict.fromkeys(column for _, column in cells)), "rows": rows}))
+        print(render_cells(corner, cells))
         if asked.write_figures:
             record_cells(name, corner, cells)
     return 0
@@ -81,7 +72,7 @@ def contenders(elements: int, peers: str) -> dict[str, tuple[Work, int]]:
         print(f"{BOUND}: left out, since {error}")
     found |= {
         "Trine, the update": (_rule(arrays), RULE_BYTES),
-        "Trine, all that a bf16 bucket takes": (_bucket(elements), ENGINE_BYTES),
+        "Trine, all that a bf16 bucket takes": (partial(update, host_optimizer(elements, 1)), ENGINE_BYTES),
         "torch AdamW, fused": (_torch(arrays, {"fused": True}), RULE_BYTES),
         "torch AdamW, foreach": (_torch(arrays, {"foreach": True}), RULE_BYTES),
     }
@@ -132,26 +123,6 @@ def _torch(arrays: _Arrays, how: Mapping[str, Any]) -> Work:
     optimizer = torch.optim.AdamW([arrays.parameter], weight_decay=0.1, **how)
     optimizer.state[arrays.parameter] = {"step": torch.zeros(()), **arrays.moments()}
     return optimizer.step
-
-
-def _bucket(elements: int) -> Work:
-    """The host's part of a step for one bucket of bf16 parameters, as the engine makes it."""
-    parameter = nn.Parameter(torch.randn(elements, dtype=torch.bfloat16))
-    layout = build_layout([Item(name="weight", shape=(elements,), dtype="bfloat16")], 1, elements)
-    who = Ownership(0, 1, sharded=True, hosted=frozenset({0}))
-    flats = reserve(layout, {"weight": parameter}, who, torch.device("cpu"))
-    for flat in flats:
-        fill(flat)
-    grid = Grid(dp=1, rank=0)
-    factory = partial(FlatAdam, weight_decay=0.1, decoupled=True)
-    optimizer = ShardedOptimizer(flats, [GroupOptions()], factory, Comm(grid, RecordingBackend(grid)), True)
-    flats[0].grads.normal_()
-
-    def update() -> None:
-        optimizer.copies.forget()
-        optimizer.step(0.5)
-
-    return update
 
 
 def _update_cells(found: Mapping[str, tuple[Work, int]], elements: int, rounds: int) -> dict[tuple[str, str], str]:

@@ -36,13 +36,17 @@ MIXED, APART, UPDATE = "the disk, reads among writes", "the disk, reads before w
 def disk_works(folder: str, elements: int) -> Iterator[dict[str, Callable[[], object]]]:
     """Yields functions with equal transfers, without and with an update; their files are deleted at the end."""
     scratch = ScratchFolder(folder, 0)
-    optimizer = _optimizer(elements, folder)
+    optimizer = host_optimizer(elements, BUCKETS)
+    each = elements // BUCKETS
+    size = whole_sectors(READ * each) + whole_sectors((WRITTEN - READ) * each)
+    optimizer.use_disk_moments(ScratchFolder(folder, 0), MomentBuffers(4, size), torch.device("cpu"))
+    update(optimizer)
     transfers = _Transfers(scratch.path, elements)
     try:
         yield {
             MIXED: partial(transfers.run, mixed=True),
             APART: partial(transfers.run, mixed=False),
-            UPDATE: partial(_update, optimizer),
+            UPDATE: partial(update, optimizer),
         }
     finally:
         transfers.close()
@@ -104,28 +108,26 @@ class _Transfers:
         self._free.put(memory)
 
 
-def _optimizer(elements: int, folder: str) -> ShardedOptimizer:
-    """An optimizer of bf16 parameters in several buckets, whose moments are on disk."""
-    each = elements // BUCKETS
+def host_optimizer(elements: int, buckets: int) -> ShardedOptimizer:
+    """Returns an optimizer on the host of bf16 parameters in ``buckets`` buckets, with gradients."""
+    each = elements // buckets
     parameters = {
-        f"weight{n}": nn.Parameter(torch.randn(each, dtype=torch.bfloat16)) for n in range(BUCKETS)
+        f"weight{n}": nn.Parameter(torch.randn(each, dtype=torch.bfloat16)) for n in range(buckets)
     }  # fmt: skip
     layout = build_layout([Item(name=name, shape=(each,), dtype="bfloat16") for name in parameters], 1, each)
-    who = Ownership(0, 1, sharded=True, hosted=frozenset(range(BUCKETS)))
+    who = Ownership(0, 1, sharded=True, hosted=frozenset(range(buckets)))
     flats = reserve(layout, parameters, who, torch.device("cpu"))
     for flat in flats:
         fill(flat)
     grid = Grid(dp=1, rank=0)
     factory = partial(FlatAdam, weight_decay=0.1, decoupled=True)
     optimizer = ShardedOptimizer(flats, [GroupOptions()], factory, Comm(grid, RecordingBackend(grid)), True)
-    size = whole_sectors(READ * each) + whole_sectors((WRITTEN - READ) * each)
-    optimizer.use_disk_moments(ScratchFolder(folder, 0), MomentBuffers(4, size), torch.device("cpu"))
     for flat in flats:
         flat.grads.normal_()
-    _update(optimizer)
     return optimizer
 
 
-def _update(optimizer: ShardedOptimizer) -> None:
+def update(optimizer: ShardedOptimizer) -> None:
+    """Runs the host's part of a step, as the engine makes it."""
     optimizer.copies.forget()
     optimizer.step(0.5)

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import engine
-from benchmarks.harness.figures import record_cells, render
+from benchmarks.harness.figures import record_cells, render_cells
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -97,9 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for limit in limits:
                 limit.close()
     cells = _cells(asked, plain, disk, peaks)
-    columns = list(dict.fromkeys(column for _, column in cells))
-    rows = {row: {column: text for (at, column), text in cells.items() if at == row} for row, _ in cells}
-    print(render({"corner": CORNER, "columns": columns, "rows": rows}))
+    print(render_cells(CORNER, cells))
     if asked.write_figures:
         record_cells("offload-limit", CORNER, cells)
     equal = [found["losses"] for found in plain] == [found["losses"] for found in disk]

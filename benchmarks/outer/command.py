@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.figures import ROOT, Cells, record_cells, render
+from benchmarks.harness.figures import ROOT, record_cells, render_cells
 from benchmarks.outer.sites import Outcome, train_apart
 from engine.config.outer_section import OuterConfig
 
@@ -98,7 +98,7 @@ def main(command: Sequence[str] | None = None) -> int:
             outcomes[form.name] = train_apart(form.outer, asked.steps)
             print(f"{form.name}: loss {outcomes[form.name].loss:.4f}", flush=True)
     cells = cells_of(outcomes, period)
-    print(render(_table(cells)))
+    print(render_cells(CORNER, cells))
     share = min(recovered(*(outcomes[form.name] for form in three)) for three in _threes(period))
     passed = share >= RECOVERED
     print(f"feedback recovers {share:.0%} of the gap; limit {RECOVERED:.0%} -> {'pass' if passed else 'FAIL'}")
@@ -112,13 +112,6 @@ def main(command: Sequence[str] | None = None) -> int:
 def _threes(period: int) -> Iterator[tuple[Form, Form, Form]]:
     dense, sparse, *repaired = feedback_forms(period)
     return ((dense, sparse, each) for each in repaired)
-
-
-def _table(cells: Cells) -> dict[str, Any]:
-    rows: dict[str, dict[str, str]] = {}
-    for (row, column), text in cells.items():
-        rows.setdefault(row, {})[column] = text
-    return {"corner": CORNER, "columns": [LOSS, RISE, BYTES, FEWER, SHARE], "rows": rows}
 
 
 def _parse(command: Sequence[str] | None) -> argparse.Namespace:

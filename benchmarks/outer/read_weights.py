@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import engine
-from benchmarks.harness.figures import record_cells, render
+from benchmarks.harness.figures import record_cells, render_cells
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.weights_out.publisher import WeightPublisher
 from engine.weights_out.reader import WeightReader
@@ -161,10 +161,7 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--write-figures", action="store_true", help="keep the table, and show it")
     asked = parser.parse_args(command)
     cells = measure(asked.rounds, asked.steps, 1e6 * asked.rate)
-    rows: dict[str, dict[str, str]] = {}
-    for (row, column), text in cells.items():
-        rows.setdefault(row, {})[column] = text
-    print(render({"corner": CORNER, "columns": COLUMNS, "rows": rows}))
+    print(render_cells(CORNER, cells))
     if asked.write_figures:
         record_cells("weights-out", CORNER, cells)
     return 0

@@ -16,7 +16,7 @@ from dataclasses import replace
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.harness.figures import Cells, record_cells, render
+from benchmarks.harness.figures import record_cells, render_cells
 from benchmarks.outer.live import LiveSites, ThisHost, Trained, live_sites, transport_rate
 from benchmarks.outer.live_site import Job
 from benchmarks.outer.text import ROWS, SIZES
@@ -175,18 +175,11 @@ def main(command: Sequence[str] | None = None) -> int:
                 cells, passed = cells | found, passed and good
     if "link" in asked.parts:
         cells |= links()[0]
-    print(render(_table(cells)))
+    print(render_cells(CORNER, cells, [TIME, RATIO, LOSS, MOMENTS, SPEED, PREDICTED, LINK, COMPUTE]))
     print("goals -> pass" if passed else "goals -> FAIL")
     if asked.write_figures:
         record_cells(NAME, CORNER, cells)
     return 0 if passed else 1
-
-
-def _table(cells: Cells) -> dict[str, Any]:
-    rows: dict[str, dict[str, str]] = {}
-    for (row, column), text in cells.items():
-        rows.setdefault(row, {})[column] = text
-    return {"corner": CORNER, "columns": [TIME, RATIO, LOSS, MOMENTS, SPEED, PREDICTED, LINK, COMPUTE], "rows": rows}
 
 
 def _parse(command: Sequence[str] | None) -> argparse.Namespace:

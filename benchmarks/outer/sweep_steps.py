@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import engine
-from benchmarks.harness.figures import record_cells, render
+from benchmarks.harness.figures import record_cells, render_cells
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 
 RATES = tuple(10 ** (-4.5 + 0.375 * index) for index in range(9))
@@ -77,10 +77,7 @@ def main(command: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(command)
     torch.set_num_threads(1)
     cells = measure(asked.updates)
-    rows: dict[str, dict[str, str]] = {}
-    for (row, column), text in cells.items():
-        rows.setdefault(row, {})[column] = text
-    print(render({"corner": "learning rate", "columns": [*PRUNERS], "rows": rows}))
+    print(render_cells("learning rate", cells))
     if asked.write_figures:
         record_cells("sweep", "learning rate", cells)
     return 0

@@ -7,6 +7,7 @@ from typing import get_args
 
 import torch
 
+from benchmarks.kernels.cases.case import short
 from engine.kernels.overlap import Operation, ProductSizes
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -37,7 +38,7 @@ class OverlapCase:
     @property
     def name(self) -> str:
         """Unique name of the case."""
-        return f"{self.operation} {self.of} tp{self.ranks} {short_name(self.dtype)}"
+        return f"{self.operation} {self.of} tp{self.ranks} {short(self.dtype)}"
 
     @property
     def rows(self) -> int:
@@ -54,11 +55,6 @@ class OverlapCase:
         """Maximum bytes that a rank sends to another."""
         gathered, scattered = self.rows * self.sizes.depth, self.sent_rows * self.sizes.columns
         return max(gathered, scattered) * self.dtype.itemsize
-
-
-def short_name(dtype: torch.dtype) -> str:
-    """Returns the name of ``dtype`` without the module, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def llama_cases(ranks: Sequence[int], quick: bool = False) -> list[OverlapCase]:

@@ -210,7 +210,8 @@ def _finish(
 
 
 def _write(folder: Path, found: dict[str, Any]) -> None:
-    from benchmarks.overlap.winners import overlap_json, propose_overlap
+    from benchmarks.kernels.winners import winners_json
+    from benchmarks.overlap.winners import propose_overlap
     from engine.kernels.overlap import shipped_overlap
 
     text = conclude_overlap(found)
@@ -219,5 +220,5 @@ def _write(folder: Path, found: dict[str, Any]) -> None:
     (folder / "overlap.md").write_text(text, encoding="utf-8")
     if "a GPU each" in found["where"]:
         rows = propose_overlap(found["cases"], found["about"]["device"], shipped_overlap())
-        (folder / "overlap_winners.json").write_text(overlap_json(rows), encoding="utf-8")
+        (folder / "overlap_winners.json").write_text(winners_json(rows), encoding="utf-8")
     print(text)

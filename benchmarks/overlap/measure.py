@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from benchmarks.harness.budget import Budget
 from benchmarks.harness.worker import last_line
+from benchmarks.kernels.cases.case import short
+from benchmarks.kernels.clock import nothing
 from benchmarks.kernels.trial import settle
 from benchmarks.overlap.cases import OverlapCase
 from benchmarks.overlap.places import Place
@@ -78,7 +80,7 @@ def run_case(case: OverlapCase, place: Place, seconds: float, sampling: Sampling
 
 def describe(case: OverlapCase) -> dict[str, Any]:
     """Returns the description of a case as a JSON object."""
-    row = asdict(case) | {"name": case.name, "dtype": str(case.dtype).removeprefix("torch.")}
+    row = asdict(case) | {"name": case.name, "dtype": short(case.dtype)}
     del row["tiles"]
     return row | {"sizes": case.sizes._asdict()}
 
@@ -130,7 +132,7 @@ def _tune(trial: OverlapTrial, tile: Tile, sampling: Sampling) -> float | str:
     run = trial.ways(tile)["fused"]
 
     def taken() -> float:
-        samples = trial.place.clock.sample(_nothing, run, sampling.tuning)
+        samples = trial.place.clock.sample(nothing, run, sampling.tuning)
         trial.check()
         return median(samples)
 
@@ -153,7 +155,7 @@ def time_ways(trial: OverlapTrial, tile: Tile, sampling: Sampling, budget: Budge
                 continue
 
             def sampled(run: Run = runs[name], count: int = sampling.samples if turn else 2) -> list[float]:
-                taken = trial.place.clock.sample(_nothing, run, count)
+                taken = trial.place.clock.sample(nothing, run, count)
                 trial.check()
                 return taken
 
@@ -187,7 +189,3 @@ def _guarded(trial: OverlapTrial, name: str, work: Callable[[], Answer]) -> Answ
         told = last_line(error)
     settle(trial.place.device, name)
     return told
-
-
-def _nothing() -> None:
-    pass

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from benchmarks.kernels.clock import Clock, EventClock, WallClock
 from benchmarks.overlap.virtual_axis import Board, VirtualAxis
-from benchmarks.overlap.virtual_ranks import virtual_ranks
 from engine.kernels.device import SideStream, is_host
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
+from engine.parallel.comm.symmetric_memory import SharedBytes, SlotSizes, SymmetricBuffer
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import World, open_world
 from engine.parallel.grid import Grid
@@ -54,6 +53,13 @@ class Place(Protocol):
 
     def longest(self, seconds: Sequence[float]) -> list[float]:
         """Returns the elementwise maximum over all processes."""
+
+
+def virtual_ranks(sizes: SlotSizes, seconds: float, device: torch.device) -> tuple[SymmetricBuffer, ...]:
+    """Allocates symmetric memory on ``device`` for each virtual rank of this process; returns the ranks' buffers."""
+    parts = tuple(torch.zeros(sizes.total, dtype=torch.uint8, device=device) for _ in range(sizes.ranks))
+    memories = [SharedBytes(parts=parts, index=index, close=lambda: None) for index in range(sizes.ranks)]
+    return tuple(SymmetricBuffer(memory, sizes, seconds, range(sizes.ranks)) for memory in memories)
 
 
 class VirtualPlace:

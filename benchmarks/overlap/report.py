@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.harness.figures import markdown_table
 from benchmarks.overlap.measure import COMMUNICATES, IN_KERNELS, PLAIN
 
 HIDDEN_GOAL = 0.85
@@ -89,7 +90,7 @@ def judge_overlap(found: Found) -> list[OverlapVerdict]:
 
 def overlap_table(cases: Sequence[Found]) -> str:
     """Formats results as a Markdown table, one line per case; "-": not measured."""
-    return "\n".join([_line(HEADINGS), _line(["---"] * len(HEADINGS)), *(_line(_cells(found)) for found in cases)])
+    return markdown_table(HEADINGS, map(_cells, cases))
 
 
 CHECKED = ("fused", "copied", "chunks", "collectives", "async-TP")
@@ -100,7 +101,7 @@ def check_table(cases: Sequence[Found]) -> str:
     of tiles.
     """
     headings = ("operation", "of", "ranks", "M x N x K", "dtype", "tiles", *CHECKED)
-    return "\n".join([_line(headings), _line(["---"] * len(headings)), *(_line(_checks(found)) for found in cases)])
+    return markdown_table(headings, map(_checks, cases))
 
 
 def _checks(found: Found) -> list[str]:
@@ -127,10 +128,6 @@ def _head(found: Found) -> list[str]:
         found["operation"], found["of"], str(found["ranks"]),
         f"{sizes['rows']} x {sizes['columns']} x {sizes['depth']}", found["dtype"],
     ]  # fmt: skip
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 
 def _cells(found: Found) -> list[str]:

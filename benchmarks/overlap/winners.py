@@ -1,8 +1,6 @@
 """Rows of ``kernels/overlap.json``, from measurements on several GPUs."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from benchmarks.overlap.cases import TILES
@@ -39,10 +37,3 @@ def _row(found: Found, device: str) -> OverlapChoice | None:
 
 def _key(row: OverlapChoice) -> tuple[object, ...]:
     return row.device, row.ranks, row.operation, row.dtype, row.rows, row.columns, row.depth
-
-
-def overlap_json(rows: Sequence[OverlapChoice]) -> str:
-    """Formats rows as ``kernels/overlap.json``, one line per row."""
-    lines = [json.dumps({name: value for name, value in asdict(row).items() if value is not None}) for row in rows]
-    body = ",".join(f"\n    {line}" for line in lines) + "\n  " * bool(lines)
-    return f'{{\n  "winners": [{body}]\n}}\n'

@@ -35,34 +35,12 @@ class DecoderPeer(OneDataRank):
             return super().step(rows)
 
     def _wrap(self, model: Decoder) -> nn.Module:
+        edges = _model_edges("tokens", "norm", "head") | {"positions": Replicated()}
+        return self._parallelized(model, edges, "blocks", _block("norm1", "norm2"))
+
+    def _parallelized(self, model: nn.Module, edges: Styles, blocks: str, block: Styles) -> nn.Module:
         mesh = init_device_mesh("cpu", (self._mode.ranks,))
-        parallelize_module(model, mesh, _decoder_edges())
-        for block in model.blocks:
-            parallelize_module(block, mesh, _decoder_block())
-        return model
-
-
-def _decoder_edges() -> dict[str, ParallelStyle]:
-    return {
-        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        "positions": Replicated(),
-        "norm": Replicated(),
-        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }
-
-
-def _decoder_block() -> dict[str, ParallelStyle]:
-    return {
-        "norm1": Replicated(),
-        "attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
-        "attention.query": ColwiseParallel(),
-        "attention.key": ColwiseParallel(),
-        "attention.value": ColwiseParallel(),
-        "attention.output": RowwiseParallel(),
-        "norm2": Replicated(),
-        "up": ColwiseParallel(),
-        "down": RowwiseParallel(),
-    }
+        return parallelize_module(model, mesh, edges | {f"{blocks}.*.{name}": style for name, style in block.items()})
 
 
 class Replicated(ParallelStyle):
@@ -85,27 +63,24 @@ class LlamaPeer(DecoderPeer):
     """Hugging Face's Llama under ``parallelize_module``."""
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        mesh = init_device_mesh("cpu", (self._mode.ranks,))
-        edges = _model_edges("model.embed_tokens", "model.norm")
-        blocks = {f"model.layers.*.{name}": style for name, style in _llama_block().items()}
-        return parallelize_module(model, mesh, edges | blocks)
+        edges = _model_edges("model.embed_tokens", "model.norm", "lm_head")
+        return self._parallelized(model, edges, "model.layers", _llama_block())
 
 
 class FusedPeer(DecoderPeer):
     """nanoGPT's model with separate query, key and value, since a DTensor plan cannot shard a fused product."""
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        mesh = init_device_mesh("cpu", (self._mode.ranks,))
         model.h = nn.ModuleList(SplitBlock(block) for block in model.h)  # type: ignore[union-attr]
-        blocks = {f"h.*.{name}": style for name, style in _split_block().items()}
-        return parallelize_module(model, mesh, _model_edges("wte", "ln_f") | {"wpe": Replicated()} | blocks)
+        edges = _model_edges("wte", "ln_f", "lm_head") | {"wpe": Replicated()}
+        return self._parallelized(model, edges, "h", _block("ln_1", "ln_2"))
 
 
-def _model_edges(embedding: str, norm: str) -> Styles:
+def _model_edges(embedding: str, norm: str, head: str) -> Styles:
     return {
         embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
         norm: Replicated(),
-        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        head: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
 
 
@@ -126,15 +101,15 @@ def _llama_block() -> Styles:
     }
 
 
-def _split_block() -> Styles:
+def _block(norm1: str, norm2: str) -> Styles:
     return {
-        "ln_1": Replicated(),
+        norm1: Replicated(),
         "attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
         "attention.query": ColwiseParallel(),
         "attention.key": ColwiseParallel(),
         "attention.value": ColwiseParallel(),
         "attention.output": RowwiseParallel(),
-        "ln_2": Replicated(),
+        norm2: Replicated(),
         "up": ColwiseParallel(),
         "down": RowwiseParallel(),
     }

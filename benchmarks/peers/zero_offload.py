@@ -1,9 +1,12 @@
-"""ZeRO-Offload by DeepSpeed on the CPU: ZeRO 1, bf16, with master weights and moments updated by its CPUAdam."""
+"""ZeRO-Offload by DeepSpeed on the CPU: ZeRO 1, bf16, with master weights and moments updated by its CPUAdam.
+
+The first use of CPUAdam compiles an extension.
+"""
 
 import io
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -42,3 +45,19 @@ class ZeroOffloadPeer:
         total, weight = loss_sum(self._engine(batch["input_ids"]), batch)
         self._engine.backward(total / weight)
         self._engine.step()
+
+
+def make_cpu_adam(parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> Callable[[], object]:
+    """Returns a function that makes one DeepSpeed AdamW update of ``parameter`` from its gradient; ``moments``: state
+    by torch's names.
+
+    Raises:
+        ImportError, RuntimeError: DeepSpeed is missing, or its extension does not compile.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with redirect_stdout(io.StringIO()):  # what it tells of its extension
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.1, adamw_mode=True)
+    optimizer.state[parameter] = {"step": 0, **moments}
+    return lambda: optimizer.step()

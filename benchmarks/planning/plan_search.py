@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness.figures import record_cells, render
+from benchmarks.harness.figures import record_cells, render_cells
 from engine.config import load_config
 from engine.launch.cli import main as run_command
 from engine.planning.tensor_plan_search import SearchedProgram
@@ -69,9 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         if asked.write_figures:
             record_cells("plan-search", CORNER, found)
         cells |= found
-    columns = list(dict.fromkeys(column for _, column in cells))
-    rows = {row: {column: cells.get((row, column), "") for column in columns} for row, _ in cells}
-    print(render({"corner": CORNER, "columns": columns, "rows": rows}))
+    print(render_cells(CORNER, cells))
     return 0
 
 

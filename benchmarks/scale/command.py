@@ -7,15 +7,18 @@ python -m benchmarks scale --planning               seconds and memory of large 
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.harness.figures import record_cells
+from benchmarks.harness.figures import ROOT, record_cells
 from benchmarks.scale.checkpoint import paper_checkpoint, read_as
 from benchmarks.scale.groups import all_groups, open_groups
-from benchmarks.scale.process import Spent, spend
 from benchmarks.scale.step import replay
 from benchmarks.scale.store import start_over_store
 from benchmarks.scale.worlds import TRILLION, WORLDS, ScaledWorld
@@ -87,6 +90,34 @@ def world_cells(world: ScaledWorld) -> Cells:
     spent = spend(["benchmarks.scale.worlds", str(world.size)])
     cells |= {"plan of a rank": f"{spent.seconds:.1f} s", "its memory": f"{spent.peak_bytes / 2**30:.2f} GiB"}
     return {(row, column): text for column, text in cells.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Resources that a process used."""
+
+    seconds: float
+    """CPU seconds, user and system."""
+    peak_bytes: int
+
+
+def spend(arguments: Sequence[str]) -> Spent:
+    """Runs ``python -m`` with ``arguments`` on one core; includes the import of torch.
+
+    Raises:
+        RuntimeError: the command failed.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    output = process.stdout.read()
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(arguments)} ended with {process.returncode}: {output[-500:]}")
+    return Spent(used.ru_utime + used.ru_stime, used.ru_maxrss << 10)
 
 
 def plan_in_process(world: ScaledWorld) -> Spent:

@@ -9,6 +9,7 @@ Each node count is a separate job; all jobs add to one file, and a restarted job
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from benchmarks.gpu_step.report import known_peak
 from benchmarks.scaling.plot import draw_record
 from benchmarks.scaling.prediction import ranked, with_predictions
 from benchmarks.scaling.ranking import GridChoice, grid_choices
-from benchmarks.scaling.ranks import Effort, Ranks, joined_ranks
+from benchmarks.scaling.ranks import Effort, Ranks
 from benchmarks.scaling.record import RowKey, ScalingRecord, ScalingRow, merged, read_record, write_record
 from benchmarks.scaling.report import table
 from benchmarks.scaling.task import MODES, Mode, Task
@@ -67,7 +68,7 @@ def _task(options: argparse.Namespace) -> Task:
 
 
 def _measure(options: argparse.Namespace) -> None:
-    with joined_ranks() as ranks:
+    with closing(Ranks()) as ranks:
         _Run(options, ranks).run()
 
 

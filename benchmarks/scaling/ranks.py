@@ -5,13 +5,12 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import engine
 from benchmarks.scaling.ranking import GridChoice
@@ -61,7 +60,9 @@ class Ranks:
         self._level = self._log.level
         self._log.setLevel(logging.ERROR)  # every sample opens an engine, which has its banner
         self._alone = replace(read_world(), rank=0, size=1)
-        with engine.initialize(_first_model, _first_settings(), _first_loss) as eng:  # opens the job
+        settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        job = engine.initialize(lambda: nn.Linear(1, 1), settings, lambda output, _: output.square().mean())
+        with job as eng:
             self.world: World = replace(read_world(), rank=eng.grid.rank, size=eng.grid.world_size)
         open_world(self._alone)  # of a job of one rank, which the engine has not opened
         self.device = self.world.device
@@ -227,25 +228,3 @@ class _LoneStep(NamedTuple):
 
     trained: float
     evaluated: float
-
-
-def _first_model() -> torch.nn.Module:
-    return torch.nn.Linear(1, 1)
-
-
-def _first_settings() -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-
-
-def _first_loss(output: Tensor, batch: Any) -> Tensor:
-    return output.square().mean()
-
-
-@contextmanager
-def joined_ranks() -> Iterator[Ranks]:
-    """Yields the ranks of this job, and closes them at the end."""
-    ranks = Ranks()
-    try:
-        yield ranks
-    finally:
-        ranks.close()

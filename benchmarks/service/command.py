@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.harness.figures import ROOT, Cells, record_text, render
+from benchmarks.harness.figures import ROOT, Cells, record_text, render_cells
 from benchmarks.service.server import BASE, VOCABULARY, updated
 from engine.serving.wire.messages import message_class
 
@@ -152,13 +152,9 @@ def main(command: Sequence[str] | None = None) -> int:
         with TemporaryDirectory(prefix="trine-service-") as folder, server(kind, Path(folder)) as (address, process):
             found, memory = asyncio.run(_load(address, kind, asked.clients, seconds, process))
         cells |= cells_of(found.seconds, seconds)
-    rows: dict[str, dict[str, str]] = {}
-    for (row, column), text in cells.items():
-        rows.setdefault(row, {})[column] = text
     steps = len(found.seconds.get(STEP, ()))
     passed, verdict = judged(steps, found.wrong, (memory[0], memory[-1]))
-    table = render({"corner": f"{asked.clients} clients", "columns": list(COLUMNS), "rows": rows})
-    print(text := f"{table}\n\n{verdict}")
+    print(text := f"{render_cells(f'{asked.clients} clients', cells)}\n\n{verdict}")
     if asked.write_figures:
         record_text("service-load", text)
     return 0 if passed else 1

@@ -7,7 +7,6 @@ import signal
 import sys
 from pathlib import Path
 from threading import Thread
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -70,15 +69,11 @@ async def _echo(request: Request) -> Response:
     return Response(await request.body())
 
 
-def _no_wait() -> None:
-    """Has nothing to end."""
-
-
 def main(kind: str, folder: str) -> None:
     """Serves until SIGTERM, and prints the address first."""
     listening = listen("127.0.0.1", 0, "the server of a benchmark")
-    queue, application, end_waits = FairQueue(), Starlette(routes=[Route("/", _echo, methods=["POST"])]), _no_wait
-    hosted: Any = HostedApplication(application, listening, end_waits)
+    queue, application = FairQueue(), Starlette(routes=[Route("/", _echo, methods=["POST"])])
+    hosted: Any = HostedApplication(application, listening, lambda: None)
     if kind == "service":
         ledger, restart = open_ledger(queue, Path(folder), LedgerLimits(depth=4096, snapshot_every=1 << 30))
         list(restart.entries())
@@ -89,10 +84,6 @@ def main(kind: str, folder: str) -> None:
     queue.close()
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Leaves SIGINT to the parent process."""
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, _ignore)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     main(sys.argv[1], sys.argv[2])

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -178,10 +178,10 @@ def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace
         parser.error(f"no row is called {arguments.profile!r}; there are: {'; '.join(names)}")
 
 
-def make_workload(arguments: argparse.Namespace) -> Workload:
-    """Returns the standard workload with the command line's changes; ranks use one thread."""
+def make_workload(bucket: int | None = None, adamw: Literal["fused", "default"] = "fused") -> Workload:
+    """Returns the standard workload with the changes of ``--bucket`` and ``--adamw``; ranks use one thread."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return replace(Workload(), bucket_elements=arguments.bucket, optimizer_kernel=arguments.adamw)
+    return replace(Workload(), bucket_elements=bucket, optimizer_kernel=adamw)
 
 
 def runnable(lineup: Lineup, peers: Sequence[Kind]) -> Lineup:

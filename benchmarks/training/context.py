@@ -71,7 +71,7 @@ def main(command: Sequence[str] | None = None) -> int:
     """Measures, prints and writes results; returns 0 if losses are equal."""
     asked = _parse(command)
     sizes = DecoderConfig(layers=2, width=asked.width, heads=4)
-    standard = make_workload(argparse.Namespace(bucket=None, adamw="fused"))
+    standard = make_workload()
     workload = replace(standard, decoder=sizes, epsilon=EPSILON, model="llama")
     every = tables(asked.ranks, asked.lengths, asked.methods, workload)
     return report("context", every, Effort(asked.rounds, asked.steps), asked.write_figures)

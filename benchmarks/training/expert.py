@@ -64,7 +64,7 @@ def main(command: Sequence[str] | None = None) -> int:
     """Measures, prints and writes results; returns 0 if losses of equal models are equal."""
     asked = _parse(command)
     sizes = DecoderConfig(layers=2, width=asked.width, heads=4, context=128)
-    standard = make_workload(argparse.Namespace(bucket=None, adamw="fused"))
+    standard = make_workload()
     workload = replace(standard, decoder=sizes, sequences=asked.sequences, epsilon=EPSILON)
     every = (table for group in asked.rows for ranks in asked.ranks for table in tables(group, ranks, workload))
     return report("expert", every, Effort(asked.rounds, asked.steps), asked.write_figures)

@@ -192,8 +192,7 @@ def main(command: Sequence[str] | None = None) -> int:
     """Measures and prints; always returns 0, since the target is another host."""
     arguments = _parse(command)
     decoder = DecoderConfig(layers=arguments.layers, width=arguments.width, heads=2, context=arguments.tokens)
-    options = argparse.Namespace(bucket=None, adamw="fused")
-    workload = replace(make_workload(options), decoder=decoder)
+    workload = replace(make_workload(), decoder=decoder)
     modes = chosen_modes(arguments.rows)
     found = cells(modes, measure(modes, workload, arguments.rounds, arguments.steps))
     print(table(found))

@@ -9,7 +9,6 @@ sequential rounds alternate. Exit code 1 when overlapping saves nothing.
 import argparse
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 import engine
+from benchmarks.harness.startup import torchrun
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.zero.optim.matrix import matrix_updates
 from engine.zero.optim.matrix.matrix_updates import MatrixUpdates
@@ -38,9 +38,8 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each way")
     arguments = parser.parse_args(command)
     if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        again = ["-m", "benchmarks", "matrix_rounds", "--rounds", str(arguments.rounds)]
-        return subprocess.run([*launcher, *again], check=False).returncode
+        again = torchrun(RANKS, "benchmarks", "matrix_rounds", "--rounds", str(arguments.rounds))
+        return subprocess.run(again, check=False).returncode
     found = measure(arguments.rounds)
     if int(os.environ["RANK"]) == 0:
         print(found)

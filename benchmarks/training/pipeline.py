@@ -127,7 +127,7 @@ def _measure(arguments: argparse.Namespace, lineup: Lineup, workload: Workload) 
 def main(command: Sequence[str] | None = None) -> int:
     """Measures, prints and writes results; returns 0 if every check passed."""
     arguments = _parse(command)
-    workload = replace(make_workload(arguments), clip=CLIP, epsilon=EPSILON)
+    workload = replace(make_workload(arguments.bucket, arguments.adamw), clip=CLIP, epsilon=EPSILON)
     if arguments.profile:
         modes = make_pipeline_lineup(arguments.ranks, arguments.accumulation).modes
         print(profile(modes, arguments.profile, workload, arguments.steps))

@@ -8,7 +8,6 @@ Sleeping ranks need no CPU, so that a small machine measures how long ranks wait
 import argparse
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 import engine
 from benchmarks.harness.figures import record_text
+from benchmarks.harness.startup import torchrun
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.parallel.pipeline.report.svg import svg
 from engine.parallel.pipeline.report.text import Panel, draw_panels
@@ -31,18 +31,25 @@ RANKS, MICROBATCHES, BLOCKS = 4, 8, 8
 
 
 class Sleep(torch.autograd.Function):
-    """Identity with a delay in forward and backward."""
+    """Identity with a delay in forward and backward; both are noted in ``asleep``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, backward_seconds: float) -> Tensor:
-        ctx.seconds = backward_seconds
-        time.sleep(seconds)
+    def forward(ctx: Any, x: Tensor, seconds: float, backward_seconds: float, asleep: list[float]) -> Tensor:
+        ctx.seconds, ctx.asleep = backward_seconds, asleep
+        _sleep(seconds, asleep)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return grad, None, None
+        _sleep(ctx.seconds, ctx.asleep)
+        return grad, None, None, None
+
+
+def _sleep(seconds: float, asleep: list[float]) -> None:
+    """Sleeps, and notes the seconds that it took: on a busy machine, more than asked for."""
+    began = time.perf_counter()
+    time.sleep(seconds)
+    asleep.append(time.perf_counter() - began)
 
 
 class Sleeper(nn.Module):
@@ -55,7 +62,7 @@ class Sleeper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes x [B, 4] -> [B, 4] after the delay."""
-        late: Tensor = Sleep.apply(x, self.seconds, self.backward_seconds)  # type: ignore[no-untyped-call]
+        late: Tensor = Sleep.apply(x, self.seconds, self.backward_seconds, [])  # type: ignore[no-untyped-call]
         out: Tensor = self.linear(late)
         return out
 
@@ -136,7 +143,8 @@ def main(command: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(command)
     if "RANK" not in os.environ:
-        return _launch(arguments)
+        told = ["--seconds", str(arguments.seconds), *["--write-figures"] * arguments.write_figures]
+        return subprocess.run(torchrun(RANKS, "benchmarks", "sleeping_blocks", *told), check=False).returncode
     lines = [
         "| schedule | idle, predicted | idle, measured | step, predicted | step, measured |",
         "|---|---|---|---|---|",
@@ -159,10 +167,3 @@ def main(command: Sequence[str] | None = None) -> int:
             (DRAWINGS / "timeline.svg").write_text(svg(panels), encoding="utf-8")
             record_text("timeline", f"{table}\n\n{verdict[0].upper()}{verdict[1:]}.")
     return 0 if passed else 1
-
-
-def _launch(arguments: argparse.Namespace) -> int:
-    """This command again, on every rank."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    told = ["--seconds", str(arguments.seconds), *(["--write-figures"] if arguments.write_figures else [])]
-    return subprocess.run([*launcher, "-m", "benchmarks", "sleeping_blocks", *told], check=False).returncode

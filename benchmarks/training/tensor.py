@@ -32,7 +32,7 @@ EPSILON = 1e-5
 
 def workload_of(model: Name, arguments: argparse.Namespace) -> Workload:
     """Returns the workload of all rows of ``model``."""
-    standard = make_workload(arguments)
+    standard = make_workload(arguments.bucket, arguments.adamw)
     sizes = replace(standard.decoder, layers=LAYERS)
     return replace(standard, model=model, decoder=sizes, sequences=arguments.sequences, epsilon=EPSILON)
 

@@ -10,7 +10,6 @@ Exit code 1 when a step of ranks that meet once exceeds 1.05 times the slowest r
 import argparse
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import engine
+from benchmarks.harness.startup import torchrun
+from benchmarks.training.sleeping_blocks import Sleep
 
 RANKS, BLOCKS, WIDTH = 3, 4, 64
 LIMIT = 1.05
@@ -40,28 +41,6 @@ WAYS: Mapping[str, dict[str, Any]] = {
 }
 
 
-class _Late(torch.autograd.Function):
-    """Identity with a delay in forward, and twice the delay in backward; both are noted."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, asleep: list[float]) -> Tensor:
-        ctx.seconds, ctx.asleep = seconds, asleep
-        _sleep(seconds, asleep)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        _sleep(2 * ctx.seconds, ctx.asleep)
-        return grad, None, None
-
-
-def _sleep(seconds: float, asleep: list[float]) -> None:
-    """Sleeps, and notes the seconds that it took: on a busy machine, more than asked for."""
-    began = time.perf_counter()
-    time.sleep(seconds)
-    asleep.append(time.perf_counter() - began)
-
-
 class LateRows(nn.Module):
     """Model of linear blocks that sleep in proportion to the rows; returns the loss."""
 
@@ -76,7 +55,8 @@ class LateRows(nn.Module):
         """Computes x [B, WIDTH] -> loss, 0-dim, after the delays."""
         x = self.first(x)
         for block in self.blocks:
-            x = block(_Late.apply(x, self.seconds * len(x), self.asleep))  # type: ignore[no-untyped-call]
+            seconds = self.seconds * len(x)
+            x = block(Sleep.apply(x, seconds, 2 * seconds, self.asleep))  # type: ignore[no-untyped-call]
         return x.square().mean()
 
 
@@ -110,9 +90,8 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="steps of each way")
     arguments = parser.parse_args(command)
     if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         told = ["--seconds", str(arguments.seconds), "--rounds", str(arguments.rounds)]
-        return subprocess.run([*launcher, "-m", "benchmarks", "uneven_work", *told], check=False).returncode
+        return subprocess.run(torchrun(RANKS, "benchmarks", "uneven_work", *told), check=False).returncode
     found = [each for way in WAYS for each in measure(way, arguments.seconds, arguments.rounds)]
     if int(os.environ["RANK"]) == 0:
         print("| way | work | slowest rank | step | ratio |", "|---|---|---|---|---|", *found, sep="\n")

@@ -37,7 +37,7 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
 def main(command: Sequence[str] | None = None) -> int:
     """Measures, prints and writes results; returns 0 if every check passed."""
     arguments = _parse(command)
-    workload = make_workload(arguments)
+    workload = make_workload(arguments.bucket, arguments.adamw)
     if arguments.profile:
         modes = make_zero_lineup(arguments.ranks, arguments.accumulation).modes
         print(profile(modes, arguments.profile, workload, arguments.steps))

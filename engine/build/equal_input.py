@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.format.host_image import in_batches
+from engine.checkpoint.format.safetensors_file import in_batches
 from engine.config import Config
 from engine.errors import ConfigError, EngineError, GridError, PlanError
 from engine.parallel.comm.agreement import bit_sum, differing, gather_from_all, take_from

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from engine.checkpoint.contents.local_tensors import Held, LocalTensors
 from engine.checkpoint.contents.optimizer_state import Families
-from engine.checkpoint.format.host_image import as_bytes, in_batches, torch_dtype
+from engine.checkpoint.format.host_image import as_bytes, torch_dtype
 from engine.checkpoint.format.pieces import Part
-from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.checkpoint.format.safetensors_file import TensorKind, in_batches
 from engine.checkpoint.format.step_reader import ReadRequest
 from engine.errors import CheckpointError
 from engine.kernels.device import is_host

@@ -8,13 +8,14 @@ published tensor has:
                                               mlp.experts.0.up_proj.weight   [I, H], elements I H .. 2 I H, ...
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from engine.checkpoint.format.pieces import tiles
 from engine.checkpoint.format.safetensors_file import FilePart
 
 
@@ -46,17 +47,12 @@ def published_parts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> 
         if key is not None and tensor.is_contiguous():
             found.setdefault(key, []).append(FilePart(name, tuple(tensor.shape), int(tensor.storage_offset())))
     ordered = {key: tuple(sorted(parts, key=lambda part: part.start)) for key, parts in found.items()}
-    return {key: parts for key, parts in ordered.items() if parts[0].key != key and _tiles(parts, given[key].numel())}
-
-
-def _tiles(parts: Iterable[FilePart], size: int) -> bool:
-    """Returns True if parts in ascending order have each of ``size`` elements once."""
-    end = 0
-    for part in parts:
-        if part.start != end:
-            return False
-        end += part.elements
-    return end == size
+    return {
+        key: parts
+        for key, parts in ordered.items()
+        if parts[0].key != key
+        and tiles([(part.start, part.start + part.elements) for part in parts], given[key].numel())
+    }
 
 
 class _Views(TorchFunctionMode):

@@ -25,12 +25,11 @@ import numpy as np
 from engine.checkpoint.contents.local_tensors import ModelTensor, SaveOwnership
 from engine.checkpoint.contents.optimizer_state import arranged, merge_numbers
 from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot, Snapshots
-from engine.checkpoint.format.checked_blocks import Hashes, hash_slices
-from engine.checkpoint.format.filesystem import PAGE, Files, remove_tree
+from engine.checkpoint.format.checked_blocks import Hashes, hash_blocks, hash_slices
+from engine.checkpoint.format.filesystem import PAGE, Files, remove_tree, write_new
 from engine.checkpoint.format.host_image import HostImage, write_file
 from engine.checkpoint.format.manifest import (
     CHECKSUMS,
-    Checksum,
     Manifest,
     StoredPiece,
     StoredTensor,
@@ -382,7 +381,8 @@ class Saver:
                 },
             }
             for name, data in {**snapshot.contents.model_files, INDEX: dump(index)}.items():
-                self._write_bytes(written, f"model/{name}", data, report)
+                size = write_new(self._files, written / "model" / name, [memoryview(data)])
+                report.file(f"model/{name}", size, hash_blocks(memoryview(data)))
         return report
 
     def _model_file(self, owner: int) -> str:
@@ -392,12 +392,6 @@ class Saver:
     def _write(self, written: Path, file: str, image: HostImage, report: Report) -> None:
         hashes = write_file(self._files, written / file, image.memory, image.layout.size)
         report.file(file, image.layout.size, hashes)
-
-    def _write_bytes(self, written: Path, file: str, data: bytes | bytearray, report: Report) -> None:
-        memory = self._snapshots.memory.take("small", len(data))
-        memory[: len(data)] = data
-        memory[len(data) : -(-len(data) // PAGE) * PAGE] = bytes(-len(data) % PAGE)
-        report.file(file, len(data), write_file(self._files, written / file, memory, len(data)))
 
     def _on_this_rank(self, error: Exception, written: Path, snapshot: Snapshot) -> str:
         if isinstance(error, EngineError):
@@ -421,7 +415,8 @@ class Saver:
         with self._whole_or_gone(written, f"about {sum(map(len, received)):,}"):
             merged, tensors = merge(received)
             tensors, numbers = arranged(tensors, contents.optimizer.get("groups", ()), merged.numbers)
-            checksum = self._write_checksums(written, merged)
+            hashes, checksum = hashes_file(merged.hashes)
+            write_new(self._files, written / CHECKSUMS, [memoryview(hashes)])
             attempt = written.name.rpartition("-")[2]
             manifest = Manifest(
                 step=contents.step,
@@ -441,11 +436,6 @@ class Saver:
         self._held.close()
         self._tidy(step, attempt, keep)
         return {"folder": str(step)}
-
-    def _write_checksums(self, written: Path, merged: Report) -> Checksum:
-        data, checksum = hashes_file(merged.hashes)
-        self._write_bytes(written, CHECKSUMS, data, Report())
-        return checksum
 
     def _tidy(self, step: Path, attempt: str, keep: int | None) -> None:
         """Updates ``latest`` and applies retention; the checkpoint is committed and stays even if this fails."""

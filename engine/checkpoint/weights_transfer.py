@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.contents.local_tensors import Held
-from engine.checkpoint.format.host_image import as_bytes, in_batches, kind_of
+from engine.checkpoint.format.host_image import as_bytes, kind_of
 from engine.checkpoint.format.pieces import Piece
-from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.checkpoint.format.safetensors_file import TensorKind, in_batches
 from engine.checkpoint.format.step_reader import ReadRequest
 from engine.checkpoint.load import AT_ONCE, Loader, share_weights
 from engine.checkpoint.run_state import RunState
@@ -41,7 +41,7 @@ def copy_weights(source: RunState, target: RunState) -> None:
     kinds = _checked_kinds(source, target)
     for flat in source.runtime.buckets:
         sync_masters(flat)
-    for names in in_batches(kinds, lambda name: kind_bytes(kinds[name]), AT_ONCE):
+    for names in in_batches(kinds, lambda name: kinds[name].bytes, AT_ONCE):
         chunk = {name: kinds[name] for name in names}
         image = shared_image(source, chunk, lambda made: _write(source, made))
         live = {name: tensor for name, tensor in target.buffers.items() if name in chunk}
@@ -88,11 +88,6 @@ def _kinds(run: RunState) -> dict[str, TensorKind]:
     return {name: kind_of(torch.empty(0, dtype=dtype), shape) for name, (dtype, shape) in kinds.items()}
 
 
-def kind_bytes(kind: TensorKind) -> int:
-    """Returns the size in bytes of a full tensor with the dtype and shape of ``kind``."""
-    return torch.Size(kind.shape).numel() * kind.width
-
-
 @dataclass(frozen=True, slots=True)
 class Image:
     """Full tensors by name in one CPU buffer, which a load can read like a checkpoint."""
@@ -133,7 +128,7 @@ def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[
         fill: callback that writes this rank's pieces into the tensors, which begin as zeros. Ranks that write the same
             element write the same value.
     """
-    sizes = [kind_bytes(kind) for kind in kinds.values()]
+    sizes = [kind.bytes for kind in kinds.values()]
     whole = torch.zeros(sum(sizes), dtype=torch.uint8)
     image = Image(kinds, dict(zip(kinds, torch.split(whole, sizes), strict=True)))
     fill(image)
@@ -185,7 +180,7 @@ def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
     }  # equal on all ranks, so that all or none raise
     Loader(Image(kinds, {}, _SOURCE), run.local_tensors, buffers, strict).check()
     known = [name for name in kinds if name in run.keys]
-    for names in in_batches(known, lambda name: kind_bytes(kinds[name]), AT_ONCE):
+    for names in in_batches(known, lambda name: kinds[name].bytes, AT_ONCE):
         chunk = {name: kinds[name] for name in names}
         image = shared_image(run, chunk, lambda made: _fill(run, made, state, keys))
         live = {name: tensor for name, tensor in run.buffers.items() if name in chunk}

@@ -44,9 +44,11 @@ class Adapter:
     """Configuration of a LoRA adapter: rank, seed of the initial values, and kinds of adapted layers."""
 
     rank: int
+    """Rank r of each LoRA pair: A is [r, inputs], B is [outputs, r]."""
     seed: int = 0
     attention: bool = True
     perceptron: bool = True
+    """Adapt the other linear layers of transformer blocks, except routers of experts."""
     unembedding: bool = True
 
 

@@ -27,7 +27,6 @@ from engine.engine import Engine
 from engine.errors import EngineError, first_line
 from engine.parallel.comm.agreement import first_rank, gather_from_all
 from engine.serving.commands import (
-    AdamParameters,
     Array,
     Datum,
     ForwardBackward,
@@ -188,10 +187,12 @@ class TenantTrainer:
         engine = self.engine
         self._retained = None
         self.complete_gradient()
+        adam = command.adam
         for group in engine.optimizer.param_groups:
-            _set_group(group, command.adam)
+            group["lr"], group["betas"] = adam.lr, (adam.beta1, adam.beta2)
+            group["eps"], group["weight_decay"] = adam.eps, adam.weight_decay
         engine.set_gradient_accumulation_boundary(True)
-        report = engine.step(max_norm=command.adam.max_norm)
+        report = engine.step(max_norm=adam.max_norm)
         self.version, self._seen = self.version + 1, 0
         norm = report.grad_norm if report is not None else math.nan
         return PlainOutput({"grad_norm": norm, "version": self.version})
@@ -380,20 +381,10 @@ def _logits(output: Any) -> Tensor:
     return found
 
 
-def _set_group(group: dict[str, Any], adam: AdamParameters) -> None:
-    group["lr"], group["betas"] = adam.lr, (adam.beta1, adam.beta2)
-    group["eps"], group["weight_decay"] = adam.eps, adam.weight_decay
-
-
 def _digest(begin: str, data: Sequence[Datum]) -> str:
     digest = hashlib.sha256(begin.encode())
-    for part in _digested(data):
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _digested(data: Sequence[Datum]) -> Iterator[bytes]:
     for datum in data:
         for value in (datum.tokens, datum.inputs[TARGETS]):
-            yield f"{value.dtype.str}{value.shape}".encode()
-            yield value.tobytes()
+            digest.update(f"{value.dtype.str}{value.shape}".encode())
+            digest.update(value.tobytes())
+    return digest.hexdigest()

@@ -8,7 +8,7 @@ for trial in engine.Sweep("sweep.json"):
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
@@ -46,7 +46,9 @@ class Sweep:
         self.trial: SweepTrial | None = None
         """Trial that runs; None before ``ask`` and after ``tell``."""
         self._world = read_world()
-        self._line = _RankLine(self._world.rank, self._world.size, self._meet)
+        self._store: KeyStore | None = None
+        self._sent = 0
+        """Messages of rank 0 so far."""
         self._study: SweepStudy | None = None
         self._promote = promote
 
@@ -65,7 +67,7 @@ class Sweep:
         """
         if self.trial is not None:
             raise EngineError(f"ask() inside trial {self.trial.number}; call tell() first, or iterate over the sweep.")
-        found = self._line.from_first(self._next)
+        found = self._told()
         if found is None:
             return None
         assignment = Assignment(**{**found, "folder": Path(found["folder"])})
@@ -114,6 +116,39 @@ class Sweep:
         """
         return self._study.best() if self._study is not None else None
 
+    def _told(self) -> dict[str, Any] | None:
+        """Returns on every rank the trial that rank 0 has started, as JSON, through the store of the job. Collective.
+
+        Raises:
+            ConfigError: rank 0 has raised one; the same sentence on every rank.
+            GridError: rank 0 does not answer in time.
+        """
+        if self._world.size == 1:
+            return self._next()
+        if self._store is None:
+            self._store = self._meet()
+        key = str(self._sent)
+        self._sent += 1
+        if self._world.rank == 0:
+            try:
+                value = self._next()
+            except ConfigError as error:
+                self._store.set(key, json.dumps({"problem": str(error)}))
+                raise
+            self._store.set(key, json.dumps({"value": value}))
+            return value
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_seconds()))
+        except RuntimeError as error:
+            raise GridError(
+                f"rank {self._world.rank} got no trial of the sweep from rank 0 ({first_line(error)}); look for the "
+                "first error of the job."
+            ) from error
+        found: dict[str, Any] = json.loads(self._store.get(key))
+        if "problem" in found:
+            raise ConfigError(found["problem"])
+        return found["value"]  # type: ignore[no-any-return]
+
     def _next(self) -> dict[str, Any] | None:
         """Returns the next trial as JSON; the first call opens the journal. Runs on rank 0."""
         if self._study is None:
@@ -130,45 +165,3 @@ class Sweep:
         if (difference := meeting.meet(given | {"promote": str(self._promote)})) is not None:
             raise ConfigError(f"ranks were given different sweeps: {difference}; start all with the same file.")
         return prefixed(store, f"{meeting.name}/sweep")
-
-
-class _RankLine:
-    """Line from rank 0 to all ranks, through the store of the job."""
-
-    def __init__(self, rank: int, size: int, meet: Callable[[], KeyStore]) -> None:
-        self._rank, self._size, self._meet = rank, size, meet
-        self._store: KeyStore | None = None
-        self._sent = 0
-
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        """Returns on every rank the JSON value that ``make()`` returns on rank 0. Collective.
-
-        Raises:
-            ConfigError: ``make`` has raised one; the same sentence on every rank.
-            GridError: rank 0 does not answer in time.
-        """
-        if self._size == 1:
-            return make()
-        if self._store is None:
-            self._store = self._meet()
-        key = str(self._sent)
-        self._sent += 1
-        if self._rank == 0:
-            try:
-                value = make()
-            except ConfigError as error:
-                self._store.set(key, json.dumps({"problem": str(error)}))
-                raise
-            self._store.set(key, json.dumps({"value": value}))
-            return value
-        try:
-            self._store.wait([key], timedelta(seconds=timeout_seconds()))
-        except RuntimeError as error:
-            raise GridError(
-                f"rank {self._rank} got no trial of the sweep from rank 0 ({first_line(error)}); look for the first "
-                "error of the job."
-            ) from error
-        found = json.loads(self._store.get(key))
-        if "problem" in found:
-            raise ConfigError(found["problem"])
-        return found["value"]

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.checkpoint.format.host_image import in_batches, torch_dtype
+from engine.checkpoint.format.host_image import torch_dtype
+from engine.checkpoint.format.safetensors_file import in_batches
 from engine.checkpoint.load import AT_ONCE
 from engine.errors import EngineError
 from engine.outer.messages import StoreRefusedError

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.checkpoint.format.checked_blocks import BLOCK, Hashes, block_count
 from engine.checkpoint.format.pieces import Numbers, Part, Piece, Runs
+from engine.checkpoint.format.safetensors_file import in_batches
 from engine.weights_out.version import OwnerRank, PublishedTensor, WantedPiece
 
 Elements = NDArray[Any]
@@ -166,21 +167,11 @@ def share_of(shape: tuple[int, ...], index: int, parts: int, dim: int = 0) -> Pi
 
 
 def batches(flows: Sequence[Flow], lacked: Sequence[Numbers], limit: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields lists of (flow number, block) of at most ``limit`` bytes each, for all blocks to request.
+    """Returns lists of (flow number, block) of at most ``limit`` bytes each, for all blocks to request.
 
     Args:
         flows: elements that one rank serves, one flow for each wanted piece.
         lacked: for each flow, the numbers of the blocks to request.
     """
-    batch: list[tuple[int, int]] = []
-    size = 0
-    for number, blocks in enumerate(lacked):
-        for block in blocks.tolist():
-            length = flows[number].block_bytes(block)
-            if batch and size + length > limit:
-                yield batch
-                batch, size = [], 0
-            batch.append((number, block))
-            size += length
-    if batch:
-        yield batch
+    chosen = ((number, block) for number, blocks in enumerate(lacked) for block in blocks.tolist())
+    return in_batches(chosen, lambda each: flows[each[0]].block_bytes(each[1]), limit)

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.kernels.cases.case import Case
 from benchmarks.kernels.cases.lineup import DTYPES, MAKERS, checked
-from benchmarks.kernels.correctness import check_case
+from benchmarks.kernels.device_process import check_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # compilers warn of themselves
 

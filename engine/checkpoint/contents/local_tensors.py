@@ -244,9 +244,11 @@ class LocalTensors:
         device = self.buckets[0].params.device if self.buckets else full.device
         holder = self.ownership.grid.holder(self.coord)
         codes = quantize_part(full.to(device, self.ownership.frozen_dtype(row)), row, holder)
-        for _, flat, slot in (found for found in self._slots() if found[0] is row):
-            flat.place(slot, codes)
-            return
+        for flat in self.buckets:
+            for slot in flat.bucket.slots:
+                if slot.name == row.name:
+                    flat.place(slot, codes)
+                    return
         dict(self.inventory.model.named_parameters())[row.name].data.copy_(codes)
 
     def masters(self) -> Iterator[Held]:
@@ -304,12 +306,6 @@ class LocalTensors:
                 yield Held(
                     f"{state.kind}/{row.name}", row, kind_of(values), whole, values.view(-1), apart=True, stores=stores
                 )
-
-    def _slots(self) -> Iterator[tuple[ShardRow, FlatBucket, Slot]]:
-        rows = {row.name: row for row in self.ownership.plan.table}
-        for flat in self.buckets:
-            for slot in flat.bucket.slots:
-                yield rows[slot.name], flat, slot
 
     def _of(self, state: StateTensor, folder: str, copies: bool = False) -> Iterator[Held]:
         """Yields the parameters with elements in a tensor, except for weights stored as codes."""

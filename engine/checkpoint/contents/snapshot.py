@@ -7,7 +7,7 @@ random generators       image of the state file
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,41 +74,8 @@ class Snapshot:
         return tuple(image for image in (self.model, self.optim, self.state) if image.layout.places)
 
 
-MessagePart = tuple[ModelTensor, Piece, int, int]
-
-
-@dataclass(frozen=True)
-class Messages:
-    """Byte layout of the messages that carry weight shards to the ranks that write full tensors.
-
-    Sender and receiver compute it from the plan, so messages have no header.
-    """
-
-    ownership: SaveOwnership
-    tensors: Sequence[ModelTensor]
-    _known: dict[tuple[Coord, int], list[MessagePart]] = field(default_factory=dict)
-    """Cache of layouts: the plan is constant, and training waits while a message is filled."""
-
-    def parts(self, source: Coord, owner: int) -> list[MessagePart]:
-        """Returns the layout of the message from the rank at ``source`` to the rank ``owner``.
-
-        An entry is (tensor, range of its elements that the message carries, start byte, end byte). Bytes count from the
-        start of the message; the end is exclusive. Start bytes are multiples of 8.
-        """
-        if (source, owner) not in self._known:
-            self._known[source, owner] = self._find(source, owner)
-        return self._known[source, owner]
-
-    def _find(self, source: Coord, owner: int) -> list[MessagePart]:
-        found, end = [], 0
-        for tensor in self.tensors:
-            if tensor.owner == owner and tensor.stage == source.pp and tensor.row is not None:
-                piece = self.ownership.stored(tensor.row, source)
-                if piece is not None:
-                    start = -(-end // 8) * 8
-                    end = start + piece.elements * tensor.kind.width
-                    found.append((tensor, piece, start, end))
-        return found
+_MessagePart = tuple[ModelTensor, Piece, int, int]
+"""Tensor, range of its elements that a message carries, and their start byte and end byte in the message."""
 
 
 class Snapshots:
@@ -119,7 +86,9 @@ class Snapshots:
         self.writers = sorted({tensor.owner for tensor in tensors})
         """Ranks that own tensors, ascending."""
         self.memory = ImageMemory()
-        self._messages = Messages(ownership, tensors)
+        self._ownership, self._tensors = ownership, tensors
+        self._layouts: dict[tuple[Coord, int], list[_MessagePart]] = {}
+        """Cache of ``_parts``: the plan is constant, and training waits while a message is filled."""
         self._grid = ownership.plan.grid(rank)
         self._coord = self._grid.coord()
 
@@ -138,7 +107,7 @@ class Snapshots:
         model = self._image(
             "model", {tensor.key: tensor.kind for tensor in owned}, {tensor.key: tensor.entries for tensor in owned}
         )
-        for tensor, *_ in self._messages.parts(self._coord, self._grid.rank):
+        for tensor, *_ in self._parts(self._coord, self._grid.rank):
             held, whole = weights[tensor.name], model.tensor(tensor.key).view(-1)
             # includes rows that other ranks have too; the message of their first holder overwrites them
             copy_shared(held.values, held.own, whole, Part(tensor.kind.shape).whole())
@@ -165,24 +134,37 @@ class Snapshots:
 
     def incoming(self) -> Iterator[tuple[int, int]]:
         """Yields (sending rank, bytes) of each message with weights that this rank receives in a save."""
-        for coord in self._sources():
-            parts = self._messages.parts(coord, self._grid.rank)
+        for coord in map(self._grid.coord, self._grid.peers("stage") if self.owned else ()):
+            parts = self._parts(coord, self._grid.rank)
             if parts and coord != self._coord:
                 yield self._grid.rank_at(**coord), parts[-1][3]
 
     @torch.no_grad()
     def put(self, snapshot: Snapshot, source: int, message: memoryview) -> None:
         """Copies the weights in ``message``, which the rank ``source`` has sent, into ``snapshot``."""
-        for tensor, piece, start, stop in self._messages.parts(self._grid.coord(source), self._grid.rank):
+        for tensor, piece, start, stop in self._parts(self._grid.coord(source), self._grid.rank):
             values = as_tensor(message[start:stop], TensorKind(tensor.kind.dtype, (piece.elements,)))
             whole = snapshot.model.tensor(tensor.key).view(-1)
             copy_shared(values, piece, whole, Part(tensor.kind.shape).whole())
 
-    def _sources(self) -> Iterator[Coord]:
-        return map(self._grid.coord, self._grid.peers("stage") if self.owned else ())
+    def _parts(self, source: Coord, owner: int) -> list[_MessagePart]:
+        """Returns the layout of the message with weights from the rank at ``source`` to the rank ``owner``. Start bytes
+        are multiples of 8. Sender and receiver compute it from the plan, so messages have no header.
+        """
+        if (source, owner) not in self._layouts:
+            found, end = [], 0
+            for tensor in self._tensors:
+                if tensor.owner == owner and tensor.stage == source.pp and tensor.row is not None:
+                    piece = self._ownership.stored(tensor.row, source)
+                    if piece is not None:
+                        start = -(-end // 8) * 8
+                        end = start + piece.elements * tensor.kind.width
+                        found.append((tensor, piece, start, end))
+            self._layouts[source, owner] = found
+        return self._layouts[source, owner]
 
     def _message(self, weights: Mapping[str, Held], owner: int) -> memoryview | None:
-        parts = self._messages.parts(self._coord, owner)
+        parts = self._parts(self._coord, owner)
         if not parts:
             return None
         memory = self.memory.take(f"to {owner}", parts[-1][3])[: parts[-1][3]]
@@ -198,8 +180,8 @@ class Snapshots:
             return None
         if held.apart:
             return held.own if held.stores else None
-        part = stored_part(held.row, self._messages.ownership.grid.holder(self._coord))
-        if part is None or not self._messages.ownership.stores(held.row, self._coord):
+        part = stored_part(held.row, self._ownership.grid.holder(self._coord))
+        if part is None or not self._ownership.stores(held.row, self._coord):
             return None
         piece = held.own.within(part)
         return piece if piece.elements else None

@@ -13,12 +13,12 @@ from pathlib import Path
 from engine.checkpoint.contents.snapshot import METADATA
 from engine.checkpoint.foreign import foreign_folder, open_foreign
 from engine.checkpoint.foreign.foreign_step import ForeignStep
-from engine.checkpoint.format.checked_blocks import Hashes
+from engine.checkpoint.format.checked_blocks import Hashes, hash_blocks
 from engine.checkpoint.format.filesystem import Files, remove_tree, resolved, write_new
-from engine.checkpoint.format.host_image import ImageMemory, in_batches, make_image, write_file
+from engine.checkpoint.format.host_image import ImageMemory, make_image, write_file
 from engine.checkpoint.format.manifest import CHECKSUMS, Manifest, StoredPiece, StoredTensor, hashes_file
 from engine.checkpoint.format.pieces import Part
-from engine.checkpoint.format.safetensors_file import INDEX, TensorKind
+from engine.checkpoint.format.safetensors_file import INDEX, TensorKind, in_batches
 from engine.checkpoint.format.step_folders import commit, make_run_folder, temporary, write_manifest
 from engine.checkpoint.format.step_reader import ReadRequest
 from engine.checkpoint.format.strict_json import dump
@@ -89,8 +89,8 @@ def _write_tensors(files: Files, source: ForeignStep, written: Path, weights_onl
         "metadata": {"total_size": sum(tensors[name].kind.bytes for name in places)},
         "weight_map": {piece.key: piece.file.removeprefix("model/") for piece in places.values()},
     })  # fmt: skip
-    hashes[f"model/{INDEX}"] = _write_small(files, written / "model" / INDEX, index)
-    sizes[f"model/{INDEX}"] = len(index)
+    sizes[f"model/{INDEX}"] = write_new(files, written / "model" / INDEX, [memoryview(index)])
+    hashes[f"model/{INDEX}"] = hash_blocks(memoryview(index))
     data, checksum = hashes_file(hashes)
     write_new(files, written / CHECKSUMS, [memoryview(data)])
     attempt = written.name.rpartition("-")[2]
@@ -105,12 +105,6 @@ def _write_tensors(files: Files, source: ForeignStep, written: Path, weights_onl
         info=info,
         optimizer=optimizer,
     )
-
-
-def _write_small(files: Files, path: Path, data: bytes) -> Hashes:
-    memory = ImageMemory().take("small", len(data))
-    memory[: len(data)] = data
-    return write_file(files, path, memory, len(data))
 
 
 def _files_of(kinds: Mapping[str, TensorKind], weights_only: bool) -> Iterator[tuple[str, dict[str, TensorKind]]]:

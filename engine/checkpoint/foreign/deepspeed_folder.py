@@ -64,14 +64,6 @@ def zero_stage_of(optimizer: Mapping[str, Any]) -> int:
     return value if isinstance(value, int) else 1
 
 
-def client_state(state: Mapping[str, Any], dropped: list[str]) -> Any:
-    """Returns the JSON values in the user's ``client_state`` of a DeepSpeed checkpoint.
-
-    Values without a JSON form are left out of dicts, and become None in lists; their paths are added to ``dropped``.
-    """
-    return plain({key: value for key, value in state.items() if key not in _OWN}, dropped)
-
-
 def first_flat(options: Mapping[str, Any], index: int) -> int:
     """Returns the index of a parameter group's state in DeepSpeed's list of optimizer states.
 
@@ -142,8 +134,8 @@ def read_deepspeed(files: Files, folder: Path, optimizer: bool = True) -> tuple[
     first, dropped, shared = stages[0].state, list[str](), {a: b for stage in stages for a, b in stage.shared.items()}
     if "zero" in names:
         others = {*shared, *(name for stage in stages for name in stage.buffers)}
-        universal = read_universal(files, folder / "zero", [g for stage in stages for g in stage.shapes], others)
-        tensors, groups, scaler = dict(universal.tensors), universal.groups, universal.loss_scaler
+        shapes = [group for stage in stages for group in stage.shapes]
+        tensors, groups, scaler = read_universal(files, folder / "zero", shapes, others)
     else:
         tensors, groups = _sharded(stages, files, optimizer)
         scaler = stages[0].ranks[0].loss_scaler if stages[0].ranks else None
@@ -161,7 +153,7 @@ def read_deepspeed(files: Files, folder: Path, optimizer: bool = True) -> tuple[
         scheduler=scheduler_state(first.get("lr_scheduler")),
         groups=groups,
         aliases=shared,
-        user=client_state(first, dropped),
+        user=plain({key: value for key, value in first.items() if key not in _OWN}, dropped),
     )
     return contents, dropped
 

@@ -174,18 +174,11 @@ def _families(ranks: Sequence[RankState], fragments: Sequence[FlatFragment]) -> 
 COMMON = "optimizer_state.pt"
 
 
-@dataclass(frozen=True, slots=True)
-class UniversalFolder:
-    """Contents of a universal DeepSpeed checkpoint: trainable weights, moments, optimizer groups."""
-
-    tensors: Mapping[str, SpannedTensor]
-    groups: list[ParameterGroup]
-    loss_scaler: Any
-
-
-def read_universal(files: Files, folder: Path, shapes: Shapes, others: set[str]) -> UniversalFolder:
-    """Reads weights, moments and parameter groups from ``folder``, which is "zero" in a universal DeepSpeed checkpoint
-    and has a subfolder for each parameter.
+def read_universal(
+    files: Files, folder: Path, shapes: Shapes, others: set[str]
+) -> tuple[dict[str, SpannedTensor], list[ParameterGroup], Any]:
+    """Reads ``folder``, which is "zero" in a universal DeepSpeed checkpoint and has a subfolder for each parameter.
+    Returns the weights and moments, the parameter groups, and the state of the loss scaler.
 
     Args:
         shapes: trainable parameters by group, from the model's file; if empty, all parameters form one group.
@@ -219,7 +212,7 @@ def read_universal(files: Files, folder: Path, shapes: Shapes, others: set[str])
         )
         for index, group in enumerate(groups)
     ]
-    return UniversalFolder(tensors, described, common.get("loss_scaler"))
+    return tensors, described, common.get("loss_scaler")
 
 
 def _common(files: Files, folder: Path) -> dict[Any, Any]:

@@ -64,7 +64,8 @@ class ForeignStep:
     """
 
     def __init__(self, files: Files, step: Path, contents: ForeignContents) -> None:
-        self._files, self.step, self._tensors = files, step, contents.tensors
+        self.step = self.name = step
+        self._files, self._tensors = files, contents.tensors
         for name, tensor in contents.tensors.items():
             if not covers_once(tensor.kind.shape, [span.piece for span in tensor.spans]):
                 raise CheckpointError(
@@ -73,11 +74,6 @@ class ForeignStep:
                 )
         self.kinds: dict[str, TensorKind] = {name: tensor.kind for name, tensor in contents.tensors.items()}
         self.manifest = _manifest(contents)
-
-    @property
-    def name(self) -> Path:
-        """Folder of the checkpoint."""
-        return self.step
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Reads each requested piece from the files into the request's memory."""

@@ -7,12 +7,11 @@ The memory is reused by the next save. ``write_file`` writes and calls fsync whi
 """
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +19,6 @@ from torch import Tensor
 from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM, Hashes, hash_blocks
 from engine.checkpoint.format.filesystem import PAGE, Files, named
 from engine.checkpoint.format.safetensors_file import DTYPES, FileLayout, FilePart, TensorKind, code_of, lay_out
-
-T = TypeVar("T")
 
 
 class ImageMemory:
@@ -148,19 +145,3 @@ def _write(files: Files, path: Path, memory: memoryview, size: int) -> None:
         files.sync(file)
     finally:
         files.close(file)
-
-
-def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yields consecutive ``items`` in lists of at most ``limit`` bytes; a larger item gets its own list. ``size_of``:
-    bytes of an item.
-    """
-    batch: list[T] = []
-    size = 0
-    for item in items:
-        if batch and size + size_of(item) > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += size_of(item)
-    if batch:
-        yield batch

@@ -34,7 +34,7 @@ from engine.checkpoint.format.manifest import (
     piece_to_json,
 )
 from engine.checkpoint.format.pieces import Part, Piece, PieceRun
-from engine.checkpoint.format.safetensors_file import read_kind
+from engine.checkpoint.format.safetensors_file import in_batches, read_kind
 from engine.checkpoint.format.strict_json import Fields, dump, natural, parse
 from engine.errors import COPY_AGAIN, CheckpointError
 
@@ -229,20 +229,13 @@ def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes
 
 
 def _divided(tensors: Mapping[str, Sequence[StoredRun]]) -> Iterator[list[str]]:
-    """Yields names of tensors in the order of their parameters, so that a stage reads few parts."""
+    """Returns names of tensors in the order of their parameters, so that a stage reads few parts."""
     order = {name: place for place, name in enumerate(tensors)}
     first: dict[str, int] = {}
     for name in tensors:
         first.setdefault(name.partition("/")[2], order[name])
-    members, pieces = list[str](), 0
-    for name in sorted(tensors, key=lambda name: (first[name.partition("/")[2]], order[name])):
-        if members and pieces + len(tensors[name]) > PIECES:
-            yield members
-            members, pieces = [], 0
-        members.append(name)
-        pieces += len(tensors[name])
-    if members:
-        yield members
+    names = sorted(tensors, key=lambda name: (first[name.partition("/")[2]], order[name]))
+    return in_batches(names, lambda name: len(tensors[name]), PIECES)
 
 
 def _tensor_part(number: int) -> str:

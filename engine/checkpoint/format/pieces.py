@@ -175,7 +175,7 @@ def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
             ranges.setdefault(piece.part, []).append((piece.start, piece.stop))
     if not ranges:
         return prod(shape) == 0
-    if any(part.shape != shape or not _tiles(found, part.elements) for part, found in ranges.items()):
+    if any(part.shape != shape or not tiles(found, part.elements) for part, found in ranges.items()):
         return False
     dim = next(iter(ranges)).dim
     if dim is None:
@@ -184,11 +184,11 @@ def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
     for part in ranges:
         rows.setdefault(part.outer, []).extend(part.rows)
     outer = [(0, shape[0]) if run is None else run for run in rows]
-    whole = dim == 0 or _tiles(outer, shape[0])
-    return whole and all(part.dim == dim for part in ranges) and all(_tiles(own, shape[dim]) for own in rows.values())
+    whole = dim == 0 or tiles(outer, shape[0])
+    return whole and all(part.dim == dim for part in ranges) and all(tiles(own, shape[dim]) for own in rows.values())
 
 
-def _tiles(ranges: Iterable[tuple[int, int]], length: int) -> bool:
+def tiles(ranges: Iterable[tuple[int, int]], length: int) -> bool:
     """Returns True if the ranges, sorted, cover 0 to ``length`` without gap or overlap."""
     end = 0
     for start, stop in sorted(ranges):

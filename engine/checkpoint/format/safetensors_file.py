@@ -9,17 +9,19 @@ width, so each starts at a multiple of its width.
 
 import mmap
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from engine.checkpoint.format.filesystem import PAGE, Files
 from engine.checkpoint.format.strict_json import Fields, dump, naturals, parse
 from engine.errors import COPY_AGAIN, CheckpointError, EngineError
+
+T = TypeVar("T")
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """File names in a Hugging Face folder: the index of several safetensors files, and a single file."""
@@ -230,7 +232,7 @@ def repack(files: Files, source: Path, target: Path, keys: Sequence[str], limit:
     """
     with _opened(files, source) as opened:
         places = {key: (file, *place) for file, own in opened for key, place in own.items()}
-        shards = _shards({key: places[key][1] for key in keys}, limit)
+        shards = list(in_batches(keys, lambda key: places[key][1].bytes, limit)) or [[]]
         names = [SINGLE]
         if len(shards) > 1:
             names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -248,16 +250,20 @@ def repack(files: Files, source: Path, target: Path, keys: Sequence[str], limit:
                 made.append(dump({"metadata": {"total_size": total}, "weight_map": listed}))
 
 
-def _shards(kinds: Mapping[str, TensorKind], limit: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
+def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yields consecutive ``items`` in lists of total size ``limit`` at most; a larger item gets its own list.
+    ``size_of``: size of an item, such as its bytes.
+    """
+    batch: list[T] = []
     size = 0
-    for key, kind in kinds.items():
-        if shards[-1] and size + kind.bytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(key)
-        size += kind.bytes
-    return shards
+    for item in items:
+        if batch and size + size_of(item) > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += size_of(item)
+    if batch:
+        yield batch
 
 
 @contextmanager

@@ -59,14 +59,11 @@ class OpenCheckpoint(Protocol):
     """Interface of a checkpoint that is open for reading, saved by this engine or by another one."""
 
     step: Path
-    """Folder of the checkpoint."""
+    name: Path
+    """Folder of the checkpoint, as ``step`` is."""
     manifest: Manifest
     kinds: dict[str, TensorKind]
     """Dtype and shape of every stored tensor."""
-
-    @property
-    def name(self) -> Path:
-        """Folder of the checkpoint, for use in messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Reads each requested piece from the files into the request's memory."""
@@ -91,7 +88,7 @@ class StepReader:
 
     def __init__(self, files: Files, step: Path) -> None:
         self._files = files
-        self.step = step
+        self.step = self.name = step
         self.manifest: Manifest = read_manifest(files, step)
         self._sized = set[str]()
         """Files with their saved length."""
@@ -167,11 +164,6 @@ class StepReader:
     def kind_of(self, stored: StoredPiece) -> TensorKind:
         """Returns dtype and shape of the safetensors entry that contains the piece ``stored``."""
         return self._header(stored.file)[stored.key][0]
-
-    @property
-    def name(self) -> Path:
-        """Folder of the checkpoint, for use in messages."""
-        return self.step
 
     # ------------------------------------------------------------------ from pieces to bytes
 

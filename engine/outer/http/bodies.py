@@ -81,11 +81,6 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a contiguous tensor on the host, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
 def tensor_from(data: bytearray) -> Tensor:
     """Returns ``data`` as a tensor, uint8 [bytes], without a copy."""
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

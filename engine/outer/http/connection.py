@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from engine.checkpoint.format.host_image import as_bytes
 from engine.errors import GridError, first_line
 from engine.outer.http.bodies import (
     HASH_HEADER,
@@ -23,7 +24,6 @@ from engine.outer.http.bodies import (
     Arrived,
     BodyRange,
     DamagedBodyError,
-    bytes_of,
     digest,
     frame,
     tensor_from,
@@ -198,7 +198,7 @@ class StoreConnection:
         Raises:
             StoreRefusedError: the store refuses the body, or the body has arrived damaged 4 times.
         """
-        data = bytes_of(body)
+        data = as_bytes(body)
         whole, arrived, is_known, sent = digest(data), Arrived(0, None), True, 0
 
         def request() -> Arrived:

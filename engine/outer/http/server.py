@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from torch import Tensor
 
+from engine.checkpoint.format.host_image import as_bytes
 from engine.errors import first_line
 from engine.outer.http import requests as wire
 from engine.outer.http.bodies import (
@@ -34,7 +35,6 @@ from engine.outer.http.bodies import (
     Downloads,
     FrameReader,
     Uploads,
-    bytes_of,
     digest,
     tensor_from,
 )
@@ -289,7 +289,7 @@ class StoreServer:
         if found is not None:
             self.store.renew(place[0])
             return found
-        data = bytes_of(self.store.pull(*place, version))
+        data = as_bytes(self.store.pull(*place, version))
         body = data, digest(data)
         if len(data) > RANGE:
             self._downloads.keep(place, version, body, monotonic())

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.format.filesystem import Files, read_all, remove_tree, write_new
-from engine.checkpoint.format.safetensors_file import DTYPES, TensorKind, code_of, lay_out, read_header
+from engine.checkpoint.format.host_image import kind_of, torch_dtype
+from engine.checkpoint.format.safetensors_file import lay_out, read_header
 from engine.errors import COPY_AGAIN, CheckpointError
 from engine.outer.messages import PushShare
 from engine.outer.store.journal import NEW, read_body
@@ -36,11 +37,7 @@ def write_snapshot(folder: Path, state: StoreState, position: int) -> None:
     files, tensors = Files(), _tensors(state)
     path = folder / f"{_PREFIX}{position:012d}"
     new = path.with_name(path.name + NEW)
-    kinds = {
-        name: TensorKind(code_of(str(values.dtype).removeprefix("torch.")), tuple(values.shape))
-        for name, values in tensors.items()
-    }
-    layout = lay_out(kinds)
+    layout = lay_out({name: kind_of(values) for name, values in tensors.items()})
     ordered = [_bytes_of(tensors[name]) for name in sorted(tensors, key=lambda name: layout.places[name][1])]
     manifest = {"outer": _record(state) | {"position": position, "hash": hash_of(tuple(ordered))}}
     files.make_folder(new)
@@ -78,7 +75,7 @@ def read_snapshot(folder: Path, state: StoreState) -> int:
         places = read_header(lambda start, stop: bytes(data[start:stop]), len(data), str(path / _TENSORS))
         whole = torch.frombuffer(data, dtype=torch.uint8)
         tensors = {
-            name: whole[start : start + kind.bytes].clone().view(_dtype(kind)).view(kind.shape)
+            name: whole[start : start + kind.bytes].clone().view(torch_dtype(kind)).view(kind.shape)
             for name, (kind, start) in places.items()
         }
         ordered = [_bytes_of(tensors[name]) for name in sorted(tensors, key=lambda name: places[name][1])]
@@ -102,11 +99,6 @@ def _tensors(state: StoreState) -> dict[str, Tensor]:
 
 def _bytes_of(values: Tensor) -> Tensor:
     return values.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _dtype(kind: TensorKind) -> torch.dtype:
-    found: torch.dtype = getattr(torch, DTYPES[kind.dtype])
-    return found
 
 
 def _record(state: StoreState) -> dict[str, Any]:

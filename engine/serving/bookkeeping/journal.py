@@ -23,6 +23,7 @@ from typing import Any
 import xxhash
 
 from engine.checkpoint.format.filesystem import Files, named, write_new
+from engine.checkpoint.format.safetensors_file import in_batches
 from engine.errors import CheckpointError
 
 MARK = b"\xf7TRINEJ1"
@@ -198,21 +199,19 @@ class CommandJournal:
             self._files.unlink(old)
 
     def _live_frames(self, places: dict[str, _Place]) -> Iterator[memoryview]:
-        position, group, size = 0, list[JournalRecord](), 0
-        for identity, place in [*sorted(self._places.items(), key=lambda item: item[1].start), ("", None)]:
-            if group and (place is None or size + place.size > _FRAME_BYTES):
-                frame, found = _frame_of(group, position)
-                places.update((record.identity, one) for record, one in zip(group, found, strict=True))
-                position += len(frame)
-                yield memoryview(frame)
-                group, size = [], 0
-            if place is not None:
-                data = bytearray(place.size)
-                self._files.read_into(self._file, memoryview(data), place.start)
-                record, _ = _record_of(memoryview(data), 0)
-                assert record.identity == identity
-                group.append(record)
-                size += place.size
+        position = 0
+        ordered = sorted(self._places.values(), key=lambda place: place.start)
+        for batch in in_batches(ordered, lambda place: place.size, _FRAME_BYTES):
+            group = [self._record_in(place) for place in batch]
+            frame, found = _frame_of(group, position)
+            places.update((record.identity, one) for record, one in zip(group, found, strict=True))
+            position += len(frame)
+            yield memoryview(frame)
+
+    def _record_in(self, place: _Place) -> JournalRecord:
+        data = bytearray(place.size)
+        self._files.read_into(self._file, memoryview(data), place.start)
+        return _record_of(memoryview(data), 0)[0]
 
     # ---------------------------------------------------------------- start
 

@@ -1,8 +1,7 @@
 """Start of a service from its journal: newest snapshots, and the commands after them, which the ranks run again."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from engine.errors import CheckpointError
@@ -17,9 +16,7 @@ RESTORE = "restore"
 """Route of the entries that load a snapshot."""
 
 
-def open_ledger(
-    queue: FairQueue, folder: Path, limits: LedgerLimits, clock: Callable[[], float] = monotonic
-) -> tuple[Ledger, "Restart"]:
+def open_ledger(queue: FairQueue, folder: Path, limits: LedgerLimits) -> tuple[Ledger, "Restart"]:
     """Opens the journal in ``folder``; returns a new ledger (record of commands), and the ``Restart`` that restores it.
 
     Run the commands of ``Restart.entries`` before serving requests.
@@ -29,7 +26,7 @@ def open_ledger(
     """
     journal = CommandJournal(folder)
     try:
-        ledger = Ledger(queue, journal, limits, clock)
+        ledger = Ledger(queue, journal, limits)
         return ledger, Restart(ledger, journal.take_records())
     except BaseException:
         journal.close()

@@ -101,7 +101,7 @@ def serve_ranks(executor: CommandExecutor, settings: ServeConfig, model: ServedM
     grid = executor.grid
     host = TorchHostGroup(grid.rank, grid.world_size, _PATIENCE_SECONDS, "serve a model")
     try:
-        _run_loop(executor, host, partial(open_front, settings, model, _tell, journals))
+        _run_loop(executor, host, partial(open_front, settings, model, partial(print, flush=True), journals))
     finally:
         executor.close()
         host.close()
@@ -109,10 +109,6 @@ def serve_ranks(executor: CommandExecutor, settings: ServeConfig, model: ServedM
 
 _PATIENCE_SECONDS = 600.0
 """Seconds after which a rank that runs one command is considered lost."""
-
-
-def _tell(line: str) -> None:
-    print(line, flush=True)
 
 
 def _run_loop(

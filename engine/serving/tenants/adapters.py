@@ -11,7 +11,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from engine.parallel.model.adapters import PREFIX, base_name
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.deferred_linear import is_linear
+from engine.serving.commands import Adapter
 
 ALPHA = 32
 """Scale of every adapter: its product is multiplied by ALPHA / rank, as in the service whose clients we serve."""
@@ -32,36 +33,12 @@ _OPTIONS = {"attention": "train_attn", "perceptron": "train_mlp", "unembedding":
 """Keys of a client's lora_config that choose a role."""
 
 
-class LowRank(Protocol):
-    """Interface of a LoRA adapter's configuration: rank, seed, and kinds of adapted layers."""
-
-    @property
-    def rank(self) -> int:
-        """Rank r of each LoRA pair: A is [r, inputs], B is [outputs, r]."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of the random initial values of A."""
-
-    @property
-    def attention(self) -> bool:
-        """True to adapt the linear layers of attention."""
-
-    @property
-    def perceptron(self) -> bool:
-        """True to adapt the other linear layers of transformer blocks, except routers of experts."""
-
-    @property
-    def unembedding(self) -> bool:
-        """True to adapt the output head."""
-
-
 def adapted_name(name: str) -> str:
     """Converts ``name``, a module's or parameter's name in the base model, to its name in PEFT's wrapper."""
     return PREFIX + name
 
 
-def find_targets(model: nn.Module, adapter: LowRank) -> tuple[str, ...]:
+def find_targets(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     """Returns the names of the linear layers of ``model`` that ``adapter`` adapts.
 
     Raises:
@@ -103,7 +80,7 @@ def _in_attention(model: nn.Module, name: str) -> bool:
     )
 
 
-def adapted(model: nn.Module, adapter: LowRank) -> nn.Module:
+def adapted(model: nn.Module, adapter: Adapter) -> nn.Module:
     """Freezes the base ``model`` and returns it in PEFT's wrapper, with trainable LoRA pairs.
 
     A pair's matrix A [rank, inputs] is random, and depends on seed and layer name only; its matrix B is zero.

@@ -17,7 +17,8 @@ from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.parallel.comm.world import Lender, World, read_world
 from engine.program.batch import Batch
-from engine.serving.tenants.adapters import LowRank, adapted
+from engine.serving.commands import Adapter
+from engine.serving.tenants.adapters import adapted
 from engine.serving.tenants.skeleton import lender_of, tenant_config, without_memory
 
 _TOKENS = 32
@@ -104,7 +105,7 @@ class TenantPool:
         """Engine of the frozen base model."""
         return self._base
 
-    def create(self, model_id: str, adapter: LowRank | None) -> Engine:
+    def create(self, model_id: str, adapter: Adapter | None) -> Engine:
         """Creates the tenant ``model_id`` and returns its engine.
 
         With an ``adapter``, the tenant is a LoRA adapter over the base; with None, a trainable full copy of the base.
@@ -166,7 +167,7 @@ class TenantPool:
             seconds={name: tenant.seconds for name, tenant in self._tenants.items()},
         )
 
-    def _refuse_full(self, adapter: LowRank | None) -> None:
+    def _refuse_full(self, adapter: Adapter | None) -> None:
         limits, full = self._limits, sum(tenant.full for tenant in self._tenants.values())
         if adapter is None and full >= limits.full:
             raise ConfigError(
@@ -181,7 +182,7 @@ class TenantPool:
         if adapter is not None and not 1 <= adapter.rank <= limits.rank:
             raise ConfigError(f"the adapter has rank {adapter.rank}; give a rank from 1 to {limits.rank}.")
 
-    def _adapted(self, adapter: LowRank) -> Engine:
+    def _adapted(self, adapter: Adapter) -> Engine:
         model = adapted(without_memory(self._skeleton), adapter)
         config = tenant_config(self._config, self._base, self._skeleton, model)
         config = replace(config, checkpoint=CheckpointConfig(frozen=False))

@@ -82,10 +82,8 @@ class Directory:
         """Removes ended client sessions, with their sampling sessions and their weights saved without a name."""
         for name in [one for one in self.notes(SESSION) if one not in self.ledger.sessions]:
             self._by_attempt.pop(self.notes(SESSION).pop(name).get("attempt"), None)
-            for kind in (SAMPLER, RUN):
-                for own in [one for one in self.notes(kind) if one.startswith(f"{name}:")]:
-                    if kind == SAMPLER:
-                        self._drop(kind, own)
+            for own in [one for one in self.notes(SAMPLER) if one.startswith(f"{name}:")]:
+                self._drop(SAMPLER, own)
             for path, note in list(self.notes(WEIGHTS).items()):
                 if note.get("unnamed") and path.startswith(f"tinker://{name}:"):
                     self.remove_weights(path)

@@ -1,6 +1,7 @@
 """Results as replies of a poll: protobuf for forward_backward and asample, JSON otherwise."""
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -55,23 +56,12 @@ def trained_bytes(result: TrainedOutput) -> bytes:
     message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
     for name, value in result.metrics.items():
         message.metrics[name] = value
-    group, shapes = list[Mapping[str, Array]](), None
-    for output in result.outputs:
-        own = {name: array.shape[1:] for name, array in output.items()}
-        if group and own != shapes:
-            _add_record(message, group)
-            group = []
-        shapes = own
-        group.append(output)
-    if group:
-        _add_record(message, group)
+    for shapes, group in groupby(result.outputs, lambda output: {name: one.shape[1:] for name, one in output.items()}):
+        outputs = list(group)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
+        for name in shapes:
+            record.fields[name].CopyFrom(batched_tensor([np.atleast_1d(output[name]) for output in outputs]))
     return bytes(message.SerializeToString())
-
-
-def _add_record(message: Any, outputs: list[Mapping[str, Array]]) -> None:
-    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
-    for name in outputs[0]:
-        record.fields[name].CopyFrom(batched_tensor([np.atleast_1d(output[name]) for output in outputs]))
 
 
 def sampled_bytes(result: SampledOutput, last: int | None) -> bytes:

@@ -13,8 +13,7 @@ from torch import Tensor
 from benchmarks.kernels import command
 from benchmarks.kernels.cases.case import Case, Cost, Slice, Target, llama
 from benchmarks.kernels.cases.lineup import MAKERS, TINY, Order, checked, measured
-from benchmarks.kernels.correctness import check_case
-from benchmarks.kernels.device_process import make_desk
+from benchmarks.kernels.device_process import check_case, make_desk
 from benchmarks.kernels.report import Verdict, judge, share
 from benchmarks.kernels.trial import EAGER, TRITON
 from benchmarks.kernels.tuning import tuned

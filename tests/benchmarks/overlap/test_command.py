@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.harness.budget import Budget
+from benchmarks.kernels.winners import winners_json
 from benchmarks.overlap import command
 from benchmarks.overlap.cases import OPERATIONS, TILES, OverlapCase, llama_cases, tiny_cases
 from benchmarks.overlap.measure import Sampling, describe, run_case, time_ways
@@ -24,7 +25,7 @@ from benchmarks.overlap.report import (
     judge_overlap,
 )
 from benchmarks.overlap.trial import OverlapTrial
-from benchmarks.overlap.winners import overlap_json, propose_overlap
+from benchmarks.overlap.winners import propose_overlap
 from engine.kernels.gpu.launch_shapes import Tile, tile_of
 from engine.kernels.overlap import OverlapChoice, ProductSizes, read_overlap
 from tests.kernels.interpreter import repair
@@ -91,8 +92,8 @@ def test_winners_are_right_faster_by_a_margin_and_read_back() -> None:
     )  # fmt: skip
     rows = propose_overlap([MEASURED], GPU, shipped)
     assert rows == [replace(shipped[0], way="copied", speedup=1.273, tile=TILES[1]), shipped[1]]
-    assert list(read_overlap(overlap_json(rows))) == rows
-    assert read_overlap(overlap_json([])) == ()
+    assert list(read_overlap(winners_json(rows))) == rows
+    assert read_overlap(winners_json([])) == ()
     (close,) = propose_overlap([found_of(fused=1.0, collectives=1.01)], GPU, ())
     assert (close.way, close.fuses) == ("collectives", False), "less than the margin is noise"
     assert propose_overlap([found_of(passed=False, fused=1.0, chunks=2.0)], GPU, ()) == []

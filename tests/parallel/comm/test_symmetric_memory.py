@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.overlap.virtual_ranks import virtual_ranks
+from benchmarks.overlap.places import virtual_ranks
 from engine.errors import EngineError
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm

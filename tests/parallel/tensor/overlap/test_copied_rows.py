@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.overlap.virtual_ranks import virtual_ranks
+from benchmarks.overlap.places import virtual_ranks
 from engine.kernels.gpu.launch_shapes import Tile
 from engine.kernels.gpu.overlap.launches import KernelCall, launch_gather_product
 from engine.parallel.comm.symmetric_memory import SlotSizes
