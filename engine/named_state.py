@@ -23,13 +23,13 @@ from engine.zero.gather.full_tensors import (
     full_tensors,
     local_tensors,
 )
-from engine.zero.offload.offloaded_states import chosen_kinds
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.master_weights import sync_masters
 from engine.zero.optim.rules.element_state import ElementState, opened_state, state_names
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.state_inventory import StateInventory, StateTensor
+from engine.zero.state.offloaded_states import chosen_kinds
+from engine.zero.state.state_inventory import StateInventory, StateTensor
 
 if TYPE_CHECKING:
     from engine.weights_out.publisher import PendingVersion

@@ -38,8 +38,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "published_keys", "run_state", "weights_transfer", "resume", "save", "writer", "coordinator",
     ),
     "engine.zero": (
-        "layout", "wire_formats", "flat_buckets", "state_inventory", "offload", "gather", "reduce",
-        "optim",
+        "layout", "wire_formats", "flat_buckets", "offload", "gather", "reduce", "optim", "state",
     ),
     "engine.parallel": (
         "data_digits", "grid", "shard_table", "comm", "model", "trace", "tensor", "context", "activation_checkpointing",

@@ -105,7 +105,7 @@ from engine.zero.reduce.gradient_guard import GradientGuard, UserBackward
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
 from engine.zero.reduce.reducer import Reducer, ReducerSetup
 from engine.zero.reduce.step_reducer import GradientReducer
-from engine.zero.state_inventory import StateInventory
+from engine.zero.state.state_inventory import StateInventory
 
 _SHOWN_NOTE = "the optimizer that was passed shows groups and state of the engine's"
 _STEPS_NOTE = "the engine makes the steps of the scheduler that was passed"

@@ -36,14 +36,14 @@ from engine.step.rank_parts import (
 )
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
-from engine.zero.offload.offloaded_states import OffloadedStates
 from engine.zero.optim.averaged_weights import AveragedWeights, WeightAverage
 from engine.zero.optim.rules.schedule_free import ScheduleFreeAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.reduce.reducer import Reducer
 from engine.zero.reduce.replica_check import ReplicaCheck
 from engine.zero.reduce.weight_copies import WeightCopies
-from engine.zero.state_inventory import StateInventory
+from engine.zero.state.offloaded_states import OffloadedStates
+from engine.zero.state.state_inventory import StateInventory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis
 from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.zero.flat_buckets import FlatBucket
-from engine.zero.state_inventory import StateInventory, StateTensor
+from engine.zero.state.state_inventory import StateInventory, StateTensor
 
 INTEGRITY = "integrity"
 _PIECE = 1 << 20  # elements with int64 copies at a time

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.kernels.device import is_host
 from engine.parallel.comm.rendezvous import name_ranks
-from engine.zero.state_inventory import StateTensor
+from engine.zero.state.state_inventory import StateTensor
 
 RUN = 16
 """Words per run: few enough that column sums fit in CPU registers."""

@@ -19,7 +19,7 @@ from engine.parallel.grid import Coord
 from engine.planning.plan import Plan
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.optimizer_tensors import update_gradient
-from engine.zero.state_inventory import StateInventory
+from engine.zero.state.state_inventory import StateInventory
 
 _AT_ONCE = 1 << 24
 """Elements of a tensor whose digest is computed at once."""

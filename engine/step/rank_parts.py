@@ -22,12 +22,12 @@ from engine.step.state import StepState, StepTotals
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.delayed_update import DelayedUpdate
 from engine.zero.offload.disk_moments import DiskMoments
-from engine.zero.offload.offloaded_states import PARAMETERS, OffloadedStates
 from engine.zero.optim.averaged_weights import AveragedWeights
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.reduce.reducer import Reducer
 from engine.zero.reduce.replica_check import ReplicaCheck
 from engine.zero.reduce.weight_copies import WeightCopies
+from engine.zero.state.offloaded_states import PARAMETERS, OffloadedStates
 
 
 class DelayedUpdates(StepPart):

@@ -30,12 +30,12 @@ from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket, leave
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.gather.left_shards import leave_shards
-from engine.zero.offload.offloaded_states import OffloadedStates
 from engine.zero.optim.averaged_weights import AveragedWeights, WeightAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.reduce.gradient_guard import GradientGuard, UserBackward
 from engine.zero.reduce.reducer import Backward, Reducer
-from engine.zero.state_inventory import StateInventory
+from engine.zero.state.offloaded_states import OffloadedStates
+from engine.zero.state.state_inventory import StateInventory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,6 @@ Shape suffixes: R messages, s elements of a message, m bytes of a message, B ele
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -147,28 +146,6 @@ class CastFormat:
 NumberFormat = BlockFormat | CastFormat
 
 
-class Codec(Protocol):
-    """Interface of codecs, which encode rows of numbers as messages with fewer bytes.
-
-    R rows of s numbers, [R, s], are encoded as R messages of m bytes, uint8 [R, m].
-    """
-
-    def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Encodes each row of ``values_Rs`` [R, s] to a message of m bytes; returns the messages, uint8 [R, m].
-
-        ``residual_Rs`` [R, s] is added to the values, and then overwritten with the rounding errors.
-        """
-
-    def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Decodes each of R messages [R, m] into a row of the contiguous ``out_Rs`` [R, s]."""
-
-    def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Decodes R messages [R, m], and overwrites ``out_s`` [s] with their sum.
-
-        The sum is computed in fp32, in the order of the messages.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
     """Codec that stores values with fewer bits, and one fp32 scale for each block of values, as ``wire`` says."""
@@ -233,6 +210,10 @@ class CastCodec:
         for other in others:
             total += other
         out_s.copy_(total)
+
+
+Codec = BlockCodec | CastCodec
+"""Codec that encodes R rows of s numbers, [R, s], as R messages of m bytes, uint8 [R, m]."""
 
 
 def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:

@@ -239,10 +239,6 @@ def _blocks_at_once(block: int) -> int:
     return max(1, _ELEMENTS // block)
 
 
-_ELEMENTS_OF_CODES = 1024
-_WARPS_OF_CODES = 4
-
-
 @triton.jit
 def dequantize_kernel(
     codes, scales, book, out, blocks, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
@@ -276,7 +272,7 @@ def launch_dequantize(codes: Tensor, scales: Tensor, book: Tensor, out: Tensor, 
     equal size.
     """
     blocks, block = scales.numel(), out.numel() // scales.numel()
-    at_once = max(1, _ELEMENTS_OF_CODES // block)
+    at_once = _blocks_at_once(block)
     dequantize_kernel[(ceil_div(blocks, at_once),)](
-        codes, scales, book, out, blocks, BITS=bits, ROWS=at_once, BLOCK=block, num_warps=_WARPS_OF_CODES
+        codes, scales, book, out, blocks, BITS=bits, ROWS=at_once, BLOCK=block, num_warps=_WARPS
     )

@@ -9,18 +9,12 @@ call the products of ``kernels/gpu/matmul``.
 Shape suffixes: R rows, X experts, K the dim that is summed over, N columns.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu.launch_shapes import EXACT, GROUP, HALF, TF32, Tile, processors
-from engine.kernels.gpu.matmul import aligned_contiguous, tile_finish, tile_place, tile_product
-
-_ALIGNED = 16
-"""Rows of a matrix are a multiple of this number of bytes."""
+from engine.kernels.gpu.launch_shapes import Tile, processors, tile_of, tile_shape
+from engine.kernels.gpu.matmul import as_it_lies, tile_finish, tile_place, tile_product
 
 
 @triton.jit
@@ -92,12 +86,12 @@ def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, t
     ``x_RK`` is contiguous and sorted by expert. ``ends_X`` (integers on the device): end index of each expert's rows.
     ``tile``: launch shape; None: the default.
     """
-    matrices, transposed = stack_as_it_lies(matrices_XKN)
+    matrices, transposed = as_it_lies(matrices_XKN)
     experts, depth, columns = matrices_XKN.shape
     out = x_RK.new_empty((x_RK.shape[0], columns))
     grouped_product_kernel[(processors(x_RK.device),)](
         x_RK, matrices, out, ends_X, experts, columns, depth,
-        MATRIX_TRANSPOSED=transposed, **_settings(tile or _tile_for(x_RK.dtype)),
+        MATRIX_TRANSPOSED=transposed, **tile_shape(tile or tile_of(x_RK.dtype)),
     )  # fmt: skip
     return out
 
@@ -111,35 +105,6 @@ def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, t
     depth, columns, experts = x_RK.shape[1], d_RN.shape[1], len(ends_X)
     out = x_RK.new_empty((experts, depth, columns))
     grouped_weight_gradient_kernel[(processors(x_RK.device),)](
-        x_RK, d_RN, out, ends_X, experts, columns, depth, **_settings(tile or _tile_for(x_RK.dtype)),
+        x_RK, d_RN, out, ends_X, experts, columns, depth, **tile_shape(tile or tile_of(x_RK.dtype)),
     )  # fmt: skip
     return out
-
-
-def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
-    """Returns ``matrices`` or its transposes as a stack for a kernel.
-
-    The stack is copied only if it is not contiguous or not 16-byte aligned.
-
-    Returns:
-        (stack [X, K, N], False) if ``matrices`` is contiguous with rows of a multiple of 16 bytes; otherwise
-            (stack of the transposes [X, N, K], True).
-    """
-    plain = matrices.is_contiguous() and matrices.shape[2] * matrices.element_size() % _ALIGNED == 0
-    lying = matrices if plain else matrices.transpose(1, 2)
-    return aligned_contiguous(lying), not plain
-
-
-def _tile_for(dtype: torch.dtype) -> Tile:
-    """Returns the tile, with pointers only: a tensor descriptor cannot begin at the rows of an expert."""
-    if dtype.itemsize == 2:
-        return HALF
-    return TF32 if torch.get_float32_matmul_precision() != "highest" else EXACT
-
-
-def _settings(tile: Tile) -> dict[str, Any]:
-    return {
-        "PRECISION": "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee",
-        "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "GROUP": GROUP,
-        "num_warps": tile.warps, "num_stages": tile.stages,
-    }  # fmt: skip

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -177,3 +178,27 @@ def choose_tile(rows: int, columns: int, tiles: Sequence[Tile], processors: int)
         return -(-count // processors) * tile.rows * tile.columns / tile.peak
 
     return min(tiles, key=expected)
+
+
+def tile_of(dtype: torch.dtype) -> Tile:
+    """Returns the tile for a matrix product in ``dtype`` that loads its matrices through pointers."""
+    if dtype.itemsize == 2:
+        return HALF
+    return TF32 if multiplies_as_tf32() else EXACT
+
+
+def tile_shape(tile: Tile, tf32: bool | None = None) -> dict[str, Any]:
+    """Returns the keyword arguments of a kernel with ``tile``: BM, BN, BK, GROUP, PRECISION, num_warps and num_stages.
+
+    ``tf32``: True if fp32 operands are multiplied as TF32; None: as torch is set.
+    """
+    return {
+        "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "GROUP": GROUP,
+        "PRECISION": "tf32" if (multiplies_as_tf32() if tf32 is None else tf32) else "ieee",
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+
+
+def multiplies_as_tf32() -> bool:
+    """Returns True if torch is set to multiply fp32 matrices on a GPU as TF32 (19 bits)."""
+    return torch.get_float32_matmul_precision() != "highest"

@@ -25,7 +25,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels.gpu.activations import activated
-from engine.kernels.gpu.launch_shapes import GROUP, Tile, capability, ceil_div, choose_tile, processors, tiles_for
+from engine.kernels.gpu.launch_shapes import (
+    Tile,
+    capability,
+    ceil_div,
+    choose_tile,
+    multiplies_as_tf32,
+    processors,
+    tile_shape,
+    tiles_for,
+)
 
 
 @triton.jit
@@ -233,7 +242,7 @@ def launch_matmul(
     b, b_transposed = as_it_lies(b_KN)
     (rows, depth), columns = a_MK.shape, b_KN.shape[1]
     if tf32 is None:
-        tf32 = torch.get_float32_matmul_precision() != "highest"
+        tf32 = multiplies_as_tf32()
     if tile is None:
         shipped = tiles_for(a.element_size(), tf32, capability(a.device))
         tile = choose_tile(rows, columns, shipped, processors(a.device))
@@ -250,22 +259,22 @@ def launch_matmul(
         _matrix(kept, part, tile) if follows.keeps else None,
         _matrix(out, part, tile),
         rows, columns, depth,
-        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, PRECISION="tf32" if tf32 else "ieee",
+        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
         ACTIVATION=follows.activation, BIAS=follows.bias is not None, RESIDUAL=residual is not None,
-        KEEPS=follows.keeps, BM=tile.rows, BN=tile.columns, BK=tile.depth, GROUP=GROUP, PARTS=tile.parts,
-        DESCRIBED=tile.described, num_warps=tile.warps, num_stages=tile.stages,
+        KEEPS=follows.keeps, PARTS=tile.parts, DESCRIBED=tile.described, **tile_shape(tile, tf32),
     )  # fmt: skip
     return out, kept
 
 
 def as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
-    """Returns ``matrix`` or its transpose for a kernel; copies it only if it is not contiguous or not 16-byte aligned.
+    """Returns ``matrix`` [A, B], or a stack [X, A, B], or its transposes for a kernel; copies them only if they are not
+    contiguous or not 16-byte aligned.
 
     Returns:
-        (``matrix``, False) if it is contiguous with rows of a multiple of 16 bytes; otherwise (its transpose, True).
+        (``matrix``, False) if it is contiguous with rows of a multiple of 16 bytes; otherwise (its transposes, True).
     """
-    plain = matrix.is_contiguous() and matrix.shape[1] * matrix.element_size() % _ALIGNED == 0
-    lying = matrix if plain else matrix.t()
+    plain = matrix.is_contiguous() and matrix.shape[-1] * matrix.element_size() % _ALIGNED == 0
+    lying = matrix if plain else matrix.mT
     return aligned_contiguous(lying), not plain
 
 

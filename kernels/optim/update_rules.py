@@ -41,7 +41,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -224,33 +224,6 @@ Moments = Sequence[Tensor]
 """State tensors of a parameter, in the order of ``moment_names``; an update writes them in place."""
 
 
-class LayerRule(Protocol):
-    """Interface of optimizer rules with a trust ratio, such as LARS and LAMB.
-
-    A rule updates a slice of a parameter; the caller computes norms over the full parameter.
-    """
-
-    @property
-    def moment_names(self) -> tuple[str, ...]:
-        """Names of the state tensors with one number per element, in the order of :meth:`take_in`'s ``moments``."""
-
-    def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Updates the state tensors ``moments`` of a slice in place with its gradients ``grads_n``."""
-
-    def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns a slice's update (LAMB) or gradient (LARS), [n]; the trust ratio uses its norm over the full
-        parameter.
-
-        ``step``: update number, from 1.
-        """
-
-    def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Updates ``weights_n``, a slice of a parameter, in place by a step that is scaled by the trust ratio.
-
-        ``norms``: fp64 [2], the norms of the full weights and of the full :meth:`measured` tensor.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class LambRule:
     """Hyperparameters of LAMB for one update."""
@@ -338,6 +311,10 @@ class LarsRule:
         for momentum in moments:
             made = momentum.mul_(self.momentum).add_(made)
         weights_n.sub_(made)
+
+
+LayerRule = LambRule | LarsRule
+"""Rule with a trust ratio, which updates a slice of a parameter; the caller computes norms over the full parameter."""
 
 
 def _ratio(norms: Tensor, ratio: Tensor, bounds: tuple[float, float] | None) -> Tensor:

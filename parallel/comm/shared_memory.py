@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.comm.backend import Reduction, Wait
-from engine.parallel.comm.host_barrier import Exchange, HostBarrier, host_identity, open_neighbours
-from engine.parallel.comm.symmetric_memory import SharedBytes
+from engine.parallel.comm.host_barrier import HostBarrier
 
 SLOT_BYTES = 1 << 19
 """Size of a slot. Smaller slots need more barriers; larger ones exceed the processor's cache and cost memory."""
@@ -212,56 +211,6 @@ class HostMessages:
     def close(self) -> None:
         """Releases the shared memory; later calls fail on all ranks. A second call does nothing."""
         self._barrier.close()
-
-
-def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> HostMessages | None:
-    """Opens :class:`HostMessages` among the ``ranks`` ranks of a group; every rank calls it.
-
-    Returns None on all ranks if they run on several hosts, or if any rank passes ``wanted`` = False.
-
-    Args:
-        index: index of this rank in the group.
-        seconds: timeout of a wait for another rank.
-        exchange: callback that all-gathers bytes of equal length over the group.
-    """
-    barrier = open_neighbours(index, ranks, host_identity(wanted), 2 * ranks * MESSAGE_BYTES, seconds, exchange)
-    return None if barrier is None else HostMessages(barrier)
-
-
-def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> SharedMemory | None:
-    """Opens :class:`SharedMemory` among the ``ranks`` ranks of an axis; every rank calls it.
-
-    Returns None on all ranks if they run on several hosts, or if any rank passes ``wanted`` = False.
-
-    Args:
-        index: index of this rank on the axis.
-        seconds: timeout of a wait for another rank.
-        exchange: callback that all-gathers bytes of equal length over the axis.
-    """
-    barrier = open_neighbours(index, ranks, host_identity(wanted), shared_bytes(ranks), seconds, exchange)
-    return None if barrier is None else SharedMemory(barrier)
-
-
-def open_shared_bytes(index: int, ranks: int, size: int, seconds: float, exchange: Exchange) -> SharedBytes | None:
-    """Allocates ``size`` bytes of shared host memory for each of the ``ranks`` ranks of an axis; every rank calls it.
-
-    Returns None on all ranks if they run on several hosts or cannot share memory.
-
-    Args:
-        index: index of this rank on the axis.
-        seconds: timeout of a wait for another rank.
-        exchange: callback that all-gathers bytes of equal length over the axis.
-    """
-    barrier = open_neighbours(index, ranks, host_identity(), ranks * size, seconds, exchange)
-    if barrier is None:
-        return None
-    whole = torch.frombuffer(barrier.memory, dtype=torch.uint8).view(ranks, size)
-    return SharedBytes(
-        parts=tuple(whole),
-        index=index,
-        close=barrier.close,
-        links=barrier.descriptors,
-    )
 
 
 def _combine(parts: Sequence[Tensor], out: Tensor, op: Reduction) -> None:

@@ -13,14 +13,8 @@ from torch import Tensor
 from engine.errors import EngineError, first_line
 from engine.kernels.device import collectives_for, finish, is_host
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait, link_rounds
-from engine.parallel.comm.host_barrier import host_identity, open_neighbours
-from engine.parallel.comm.shared_memory import (
-    HostMessages,
-    SharedMemory,
-    open_host_messages,
-    open_shared_bytes,
-    open_shared_memory,
-)
+from engine.parallel.comm.host_barrier import HostBarrier, host_identity, open_neighbours
+from engine.parallel.comm.shared_memory import MESSAGE_BYTES, HostMessages, SharedMemory, shared_bytes
 from engine.parallel.comm.symmetric_memory import SharedBytes
 from engine.parallel.comm.world import OwnedGroups, color_rounds, shares_memory
 from engine.parallel.grid import Axis, Grid, axis_groups
@@ -105,10 +99,11 @@ class TorchBackend:
         """Shared memory for ``axis`` and for any other axis of the same ranks; empty unless they run on one host."""
         group, grid = self._groups[axis], self._grid
         assert group is not None
-        seconds, exchange = _timeout(group, self._device), partial(_exchange, group)
-        found = open_shared_memory(grid.index(axis), grid.size(axis), shares_memory(), seconds, exchange)
-        alike: tuple[Axis, ...] = ("tp", "replica", "world")
-        return {} if found is None else {name: found for name in alike if grid.peers(name) == grid.peers(axis)}
+        barrier = _neighbours(group, shared_bytes(grid.size(axis)), self._device)
+        if barrier is None:
+            return {}
+        found, alike = SharedMemory(barrier), ("tp", "replica", "world")
+        return {name: found for name in alike if grid.peers(name) == grid.peers(axis)}
 
     def shares(self, axis: Axis) -> bool:
         """Returns True if collectives of ``axis`` use shared host memory instead of a process group."""
@@ -123,9 +118,12 @@ class TorchBackend:
         assert group is not None
         if not is_host(self._device):
             return _peer_memory(group, size, self._device)
-        index, ranks = self._grid.index(axis), self._grid.size(axis)
-        seconds, exchange = _timeout(group, self._device), partial(_exchange, group)
-        return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
+        ranks = self._grid.size(axis)
+        barrier = _neighbours(group, ranks * size, self._device)
+        if barrier is None:
+            return None
+        whole = torch.frombuffer(barrier.memory, dtype=torch.uint8).view(ranks, size)
+        return SharedBytes(parts=tuple(whole), index=barrier.index, close=barrier.close, links=barrier.descriptors)
 
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Creates the groups for ``all_to_all`` among the ranks with the indices ``members`` on the data axis.
@@ -174,9 +172,8 @@ class TorchBackend:
         hosts = self._owned.open(own, backend="gloo") if self._linked else group
         self._groups[_DataGathers("agreement", size)] = hosts
         if hosts is not None and size == self._grid.size(self._grid.sharding):  # parts of it agree on nothing
-            seconds, exchange = _timeout(hosts, _HOST), partial(_exchange, hosts)
-            here = self._grid.index(axis) - first
-            self._agreement = open_host_messages(here, size, shares_memory(), seconds, exchange)
+            barrier = _neighbours(hosts, 2 * size * MESSAGE_BYTES, _HOST)
+            self._agreement = None if barrier is None else HostMessages(barrier)
 
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
@@ -187,13 +184,7 @@ class TorchBackend:
         """
         line = _DataGathers("gathers", within or self._grid.size(self._grid.shard_line))
         group = self._groups[line if axis is None else _AxisGathers(axis)]
-        waits = [_all_gather(full, shard, group) for full, shard in pairs]
-
-        def finish() -> None:
-            for wait in waits:
-                wait()
-
-        return finish
+        return _all_of([_all_gather(full, shard, group) for full, shard in pairs])
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
         """All-gathers ``data`` (equal length on all ranks) between the host memories of ``within`` neighbouring data
@@ -203,7 +194,7 @@ class TorchBackend:
         """
         group = self._groups[_DataGathers("agreement", within)]
         assert group is not None
-        return _exchange(group, data) if self._agreement is None else self._agreement.exchange(data)
+        return _exchange(group, _HOST, data) if self._agreement is None else self._agreement.exchange(data)
 
     def connect(self, stages: tuple[int, ...]) -> None:
         """Creates the groups in which ``sum_over_stages`` sums over ``stages``; all ranks pass the same ``stages``."""
@@ -343,9 +334,8 @@ def _peer_memory(group: dist.ProcessGroup, size: int, device: torch.device) -> S
     finish(device)
     dist.barrier(group, device_ids=[device.index or 0])
     index, ranks = dist.get_rank(group), dist.get_world_size(group)
-    exchange = partial(_exchange, group, device=device)
     # its memory is not used: it knows when another process of this host ends; None where ranks are on several hosts
-    neighbours = open_neighbours(index, ranks, host_identity(shares_memory()), 1, _timeout(group, device), exchange)
+    neighbours = _neighbours(group, 1, device)
     return SharedBytes(
         parts=tuple(own if peer == index else found.get_buffer(peer, (size,), torch.uint8) for peer in range(ranks)),
         index=index,
@@ -355,10 +345,13 @@ def _peer_memory(group: dist.ProcessGroup, size: int, device: torch.device) -> S
     )
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds."""
-    found: float = group._get_backend(device).options._timeout.total_seconds()
-    return found
+def _neighbours(group: dist.ProcessGroup, size: int, device: torch.device) -> HostBarrier | None:
+    """Memory of ``size`` bytes, with a barrier, that all ranks of a group share; None on all if they are on several
+    hosts, or if one of them may not share memory. Messages of the group travel from ``device``.
+    """
+    index, ranks, host = dist.get_rank(group), dist.get_world_size(group), host_identity(shares_memory())
+    seconds: float = group._get_backend(device).options._timeout.total_seconds()
+    return open_neighbours(index, ranks, host, size, seconds, partial(_exchange, group, device))
 
 
 _MOST_PLACES = 1 << 14
@@ -375,8 +368,8 @@ def _finisher(work: dist.Work | None) -> Wait:
     return work.wait if work is not None else lambda: None
 
 
-def _exchange(group: dist.ProcessGroup, data: bytes, device: torch.device | None = None) -> list[bytes]:
-    """The bytes of all ranks of a group, in order of index; they travel from ``device``, by default the host."""
+def _exchange(group: dist.ProcessGroup, device: torch.device, data: bytes) -> list[bytes]:
+    """The bytes of all ranks of a group, in order of index; they travel from ``device``."""
     own = torch.tensor(list(data), dtype=torch.uint8, device=device)
     full = own.new_empty(dist.get_world_size(group), len(data))
     _ALL_GATHER(full.view(-1), own, group=group)
@@ -419,7 +412,10 @@ def _swap(slices: Tensor, given: Sequence[Tensor], group: dist.ProcessGroup | No
     sources, targets = ([(index + way * distance) % ranks for distance in range(1, ranks)] for way in (-1, 1))
     waits = [_finisher(dist.irecv(slices[source], group=group, group_src=source)) for source in sources]
     waits += [_finisher(dist.isend(given[target], group=group, group_dst=target)) for target in targets]
+    return _all_of(waits)
 
+
+def _all_of(waits: Sequence[Wait]) -> Wait:
     def finish() -> None:
         for wait in waits:
             wait()

@@ -11,7 +11,7 @@ names it. Flex attention gathers keys: its kernels skip the blocks of keys that 
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.kernels.device import total_memory
 from engine.kernels.ops.flex_attention import FlexCall
 from engine.parallel.context.attention import KeyAttention, attend_keys, casts_for_autocast
+from engine.parallel.context.balance import runs_balance, work_balance
 from engine.parallel.context.choose import ASSUMED, AttentionRates, AttentionSizes, Method, choose_method
 from engine.parallel.context.cuts import contiguous
 from engine.parallel.context.key_flow import KeyFlow, gathered_keys, needed_flow, own_keys, ring_of_keys
@@ -90,13 +91,18 @@ class AttendingContext(GlobalTensorContext):
     ) -> None:
         super().__init__(axis, rules)
         self.attention = AttentionMethods(method, rates)
+        self.work: Mapping[int, Indices] = {}
+        """Pairs of the query at each position in packed documents of this forward, by length."""
 
     def uneven(self, own: Index, causal: bool) -> float:
         """Returns the largest attention work of a rank, divided by the mean of all ranks; 1 if unknown.
 
-        ``own``: positions of the queries of each rank. ``causal``: True for a causal mask.
+        ``own``: positions of the queries of each rank. The work is known for packed documents and for a causal mask.
         """
-        raise NotImplementedError
+        work = self.work.get(own.size)
+        if work is None and causal:
+            return self.find(("causal work", own), lambda: runs_balance(own).most_over_mean)
+        return 1.0 if work is None else work_balance(work, own).most_over_mean
 
     def clear(self) -> None:
         """Drops cached masks, attention-call plans and copies of plain tensors; call it at the end of each forward."""

@@ -17,7 +17,7 @@ from engine.errors import EngineError
 from engine.kernels.ops.embedding import look_up_rows
 from engine.kernels.ops.flex_attention import attend_flex
 from engine.kernels.ops.linear import linear as fused_linear
-from engine.parallel.context.balance import WorkBalance, by_work, runs_balance, work_balance
+from engine.parallel.context.balance import WorkBalance, by_work, work_balance
 from engine.parallel.context.choose import ASSUMED, AttentionRates, Method
 from engine.parallel.context.cuts import contiguous, zigzag
 from engine.parallel.context.methods import AttendingContext, context_attention, context_flex
@@ -90,8 +90,6 @@ class ContextOfSequences(AttendingContext):
         """Positions of each rank in packed documents of this forward, by length."""
         self.running = False
         """True inside a forward; a recomputation in backward is not."""
-        self.work: Mapping[int, Indices] = {}
-        """Pairs of the query at each position in packed documents of this forward, by length."""
         self._is_noted = False
 
     def begin(self, given: Mapping[int, Indices], sharing: bool = True) -> None:
@@ -141,16 +139,6 @@ class ContextOfSequences(AttendingContext):
 
     def _is_shared(self, index: Index) -> bool:
         return index.size in self.shared and index == self._plain(index.size)
-
-    def uneven(self, own: Index, causal: bool) -> float:
-        """Returns the largest attention work of a rank, divided by the mean of all ranks; 1 if unknown.
-
-        ``own``: positions of the queries of each rank. The work is known for packed documents and for a causal mask.
-        """
-        work = self.work.get(own.size)
-        if work is None and causal:
-            return self.find(("causal work", own), lambda: runs_balance(own).most_over_mean)
-        return 1.0 if work is None else work_balance(work, own).most_over_mean
 
     @property
     def balance(self) -> WorkBalance:

@@ -46,15 +46,15 @@ GROUND = (
     Fault(
         name="averages-in-no-inventory",
         about="The moving average of the weights is in no list of what a rank holds, so no checkpoint has it.",
-        file="zero/state_inventory.py",
+        file="zero/state/state_inventory.py",
         old="yield from self.element_state(companion.tensors())",
         new="yield from self.element_state({})",
-        tests=("tests/zero/test_state_inventory.py::test_the_plan_counts_what_the_inventory_lists",),
+        tests=("tests/zero/state/test_state_inventory.py::test_the_plan_counts_what_the_inventory_lists",),
     ),
     Fault(
         name="masters-by-name-without-those-of-the-inventory",
         about="Access by name to what the optimizer updates gives out the parameters where there are masters.",
-        file="zero/state_inventory.py",
+        file="zero/state/state_inventory.py",
         old="tensor=flat.weights, flat=flat, part=flat.owned",
         new="tensor=flat.kept, flat=flat, part=flat.owned",
         tests=("tests/engine/test_named_state.py",),

@@ -29,8 +29,8 @@ OPTIMIZERS_AND_SCHEDULES = (
         name="norms-of-parts",
         about="LAMB and LARS take the norm of a part of a parameter for that of the whole.",
         file="zero/optim/rules/layerwise.py",
-        old="        for axis, _ in self._routes.axes:\n",
-        new="        for axis, _ in self._routes.axes[:0]:\n",
+        old="        self._reduce(squares)\n",
+        new="",
         tests=(
             f"{_LAYERS}::test_data_ranks_train_as_one_process",
             f"{_LAYERS}::test_any_grid_trains_as_one_process",

@@ -25,7 +25,7 @@ PRODUCTS_INTO_BUCKETS = (
     Fault(
         name="told-before-all-uses",
         about="A bucket is sent when the first of a weight's two products is added, so the second one is missing.",
-        file="zero/reduce/bucket_gradient.py",
+        file="zero/reduce/reducer.py",
         old="        if node is None:\n            self._sums.complete(self.name)",
         new="        if True:\n            self._sums.complete(self.name)",
         tests=(f"{_PRODUCTS}::test_a_weight_of_several_uses_is_told_after_all_of_them",),

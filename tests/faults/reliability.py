@@ -75,7 +75,7 @@ RELIABILITY = (
     Fault(
         name="shards-are-not-digested",
         about="A bit that flips in a sharded weight is never found, since only what has copies is compared.",
-        file="zero/state_inventory.py",
+        file="zero/state/state_inventory.py",
         old="            if flat.sharded:\n",
         new="            if flat.sharded:\n                continue\n",
         tests=("tests/engine/integrity/test_flips.py::test_every_flip_is_found_and_named",),

@@ -12,7 +12,7 @@ SHARED_EXPERTS = (
     Fault(
         name="experts-compared-over-all-data-ranks",
         about="Integrity compares the experts of data ranks that hold different ones, and calls them corrupt.",
-        file="zero/state_inventory.py",
+        file="zero/state/state_inventory.py",
         old="return self.spread.copies if self.equal else",
         new='return "dp" if self.equal else',
         tests=(f"{_STATE}[ep2-integrity-zero0]",),

@@ -2,7 +2,7 @@
 
 from tests.faults.fault import Fault
 
-_AWAY = "tests/zero/offload/test_offloaded_states.py"
+_AWAY = "tests/zero/state/test_offloaded_states.py"
 _HOSTED = "tests/zero/offload/test_host_parameters.py"
 _RATIO = "tests/engine/planning/test_host_placement.py"
 _DELAYED = "tests/zero/offload/test_delayed_update.py"
@@ -11,7 +11,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="moved-state-comes-back-empty",
         about="State that was in host memory gets its device memory back, and not its values.",
-        file="zero/offload/offloaded_states.py",
+        file="zero/state/offloaded_states.py",
         old="                each.whole.copy_(each.copy, non_blocking=True)\n",
         new="                each.whole.zero_()\n",
         tests=(f"{_AWAY}::test_bits_are_those_of_a_run_without_a_break",),
@@ -19,7 +19,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="moved-state-stays-on-the-device",
         about="offload_states copies state to the host and frees nothing on the device.",
-        file="zero/offload/offloaded_states.py",
+        file="zero/state/offloaded_states.py",
         old="                whole.untyped_storage().resize_(0)\n",
         new="                pass\n",
         tests=(f"{_AWAY}::test_moved_bytes_are_those_of_the_plan",),
@@ -27,7 +27,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="step-without-its-masters",
         about="A step is let through while masters are in host memory, and reads memory that is not there.",
-        file="zero/offload/offloaded_states.py",
+        file="zero/state/offloaded_states.py",
         old="        needs = _NEEDS.get(call, frozenset(KINDS))\n",
         new="        needs = _NEEDS.get(call, frozenset())\n",
         tests=(f"{_AWAY}::test_calls_that_need_what_is_away_are_one_sentence_and_others_run",),
@@ -35,7 +35,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="parameters-guarded-for-ever",
         about="Parameters that have come back from host memory refuse to be read as if they were there.",
-        file="zero/offload/offloaded_states.py",
+        file="zero/state/offloaded_states.py",
         old="                self._concealed.append(parameter)\n",
         new="",
         tests=(f"{_AWAY}::test_frozen_parameters_and_those_of_a_reader_are_guarded",),

@@ -27,7 +27,7 @@ STATE_FORMS = (
     Fault(
         name="squares-of-a-shard-alone",
         about="Means of rows and columns are those of the squares that one data rank has.",
-        file="zero/optim/rules/adafactor.py",
+        file="zero/optim/rules/counted_parts.py",
         old="for axis, _ in self._routes.axes:\n            self._comm",
         new='for axis, _ in self._routes.axes:\n            if axis == "tp":\n                self._comm',
         tests=(f"{_PARITY}::test_data_ranks_train_as_one_process",),

@@ -31,7 +31,7 @@ def test_some_words_find_an_error_with_its_remedy_and_place(capsys: pytest.Captu
     text = explained(capsys, "page-locked", "memory", "offload_states")
     first = text.split("\n\n")[0]
     assert first.startswith("error   EngineError: offload_states: the host cannot allocate <size> bytes")
-    assert "\nremedy  " in first and "\nraised  engine/zero/offload/offloaded_states.py:" in first
+    assert "\nremedy  " in first and "\nraised  engine/zero/state/offloaded_states.py:" in first
     assert "\ncontext " in first
 
 

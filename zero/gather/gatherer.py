@@ -114,7 +114,7 @@ class ParameterGatherer:
 
         Drops secondary shards (ZeRO++ hpZ) from earlier forwards.
         """
-        self._refuse_opened()
+        self.refuse_opened("a step")
         self._whole.drop_secondary()
         self._to_come = deque(passes)
         self._calls_of.clear()
@@ -134,7 +134,7 @@ class ParameterGatherer:
 
         No backward may run inside. Every data rank enters and leaves the context.
         """
-        self._refuse_opened()
+        self.refuse_opened("a step")
         everything = frozenset(range(len(self._order.buckets)))
         try:
             with torch.no_grad():
@@ -162,7 +162,7 @@ class ParameterGatherer:
 
     @contextmanager
     def _passing(self, walk: Action, following: Action | None) -> Iterator[None]:
-        self._refuse_opened()
+        self.refuse_opened("a step")
         if self._to_come:
             walk = self._to_come.popleft()
             following = self._to_come[0] if self._to_come else None
@@ -233,9 +233,6 @@ class ParameterGatherer:
             self._order = replace(self._order, members=tuple(group | everywhere for group in self._order.members))
         self._whole.ask_again(frozenset().union(*(each.wanted for each in said)), own.wanted)
         return said
-
-    def _refuse_opened(self) -> None:
-        self.refuse_opened("a step")
 
     def refuse_opened(self, what: str) -> None:
         """Raises EngineError, which names the call ``what``, if a ``full_parameters`` block is open."""
@@ -467,7 +464,7 @@ class ParameterGatherer:
     @property
     def secondary(self) -> tuple[Tensor, ...]:
         """Secondary shards of this rank (ZeRO++ hpZ), as tensors; empty if there are none."""
-        return self._whole.secondary.memory if self._whole.secondary is not None else ()
+        return self._whole.secondary.memory
 
     @contextmanager
     def without_content(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ ends with the bucket: weights are written by the host, or into its memory, and n
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
 from zlib import crc32
@@ -33,19 +33,6 @@ from engine.zero.gather.encoded_gather import EncodedGather, encoded_gather
 from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, SecondaryShards
 
 
-class ShardArrival:
-    """Handle of copies of this rank's shards from host memory to the device, before they are all-gathered."""
-
-    def __init__(self, copied: torch.Event | None) -> None:
-        self._copied = copied
-
-    def before(self, gather: Pending) -> Pending:
-        """Returns the handle that a reader of the parameters waits for: ``gather``, the handle of the all-gathers, or
-        with one data rank (no all-gathers) a handle of the shards' copies from host memory.
-        """
-        return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
-
-
 class ShardSource:
     """Source of the shards that this rank sends in all-gathers of parameters. Shards in host memory are copied to the
     device first.
@@ -53,29 +40,28 @@ class ShardSource:
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
         hosted = [flat for flat in buckets if flat.kept_on_host]
-        self._hosts = bool(hosted)
         self._device = hosted[0].params.device if hosted else torch.device("cpu")
         self._side = SideStream(self._device)
         self._last: torch.Event | None = None
         """After the newest copy that the host has not waited for."""
 
-    def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> AbstractContextManager[ShardArrival]:
+    @contextmanager
+    def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> Iterator[torch.Event | None]:
         """Copies the shards of ``flats`` that are in host memory into the full parameters' memory on the device. The
-        caller starts the all-gathers inside the context.
+        caller starts the all-gathers inside the context, which yields an event after the copies, or None.
 
         ``beside``: True to run copies and all-gathers on a side stream, overlapped with compute; must be False for
         quantized shards.
         """
-        hosted = [flat for flat in flats if flat.kept_on_host] if self._hosts else []
-        return self._copying(hosted, beside) if hosted else nullcontext(ShardArrival(None))
-
-    @contextmanager
-    def _copying(self, hosted: Sequence[FlatBucket], beside: bool) -> Iterator[ShardArrival]:
+        hosted = [flat for flat in flats if flat.kept_on_host]
+        if not hosted:
+            yield None
+            return
         with self._side.behind() if beside else nullcontext():
             for flat in hosted:
                 flat.params[flat.shard].copy_(flat.kept, non_blocking=True)
             self._last = record_event(self._device)
-            yield ShardArrival(self._last)
+            yield self._last
 
     def settle(self) -> None:
         """Waits until all copies of shards from host memory to the device have ended. The host may then overwrite the
@@ -116,12 +102,11 @@ class UnshardedBuckets:
         within: SecondaryLayout = NO_SHARDS,
     ) -> None:  # fmt: skip
         self._buckets, self._comm = buckets, comm
-        self.secondary = SecondaryShards(buckets, within, comm) if within.buckets else None
-        """Secondary shards of buckets that were gathered before; None without them."""
+        self.secondary = SecondaryShards(buckets, within, comm)
+        """Secondary shards of buckets that were gathered before."""
         self._resident = frozenset(index for index, flat in enumerate(buckets) if not flat.sharded)
         """Buckets that no other rank shares: their parameters are always there."""
-        self._hosted = ShardSource(buckets) if any(flat.kept_on_host for flat in buckets) else None
-        """Brings the shards that lie on the host; None: none does."""
+        self._source = ShardSource(buckets)
         self._states = [BucketState.FREE] * len(buckets)
         self._gathers: dict[int, Pending] = {}
         """Gathers of the buckets that are not free."""
@@ -153,7 +138,7 @@ class UnshardedBuckets:
         ``exact``: True to gather over dp without quantization, False to use quantization and valid secondary shards.
         """
         missing = sorted(indices - self.live)
-        if self.secondary is not None and not exact:
+        if not exact:
             # equal on all ranks of the node, because all of them have gathered the same buckets before
             near = [index for index in missing if index in self.secondary.valid]
             if near:
@@ -161,8 +146,6 @@ class UnshardedBuckets:
                     self._buckets[index].reserve()
                 self._started(near, self.secondary.gather(near))
             missing = [index for index in missing if index not in near]
-        if not missing:
-            return
         for batch in self._by_axis(missing):
             self._ask_over(self._axis(batch[0]), batch, exact)
 
@@ -178,25 +161,21 @@ class UnshardedBuckets:
         for flat in flats:
             flat.reserve()
         # codes are computed on the stream of the computation, so a side stream serves exact gathers only
-        hosted, beside = self._hosted, exact or all(flat.codec is None for flat in flats)
-        with hosted.on_device(flats, beside) if hosted is not None else nullcontext(None) as arrival:
+        beside = exact or all(flat.codec is None for flat in flats)
+        with self._source.on_device(flats, beside) as copied:
             pairs, encoded = [], []
             for flat in flats:
-                own = hosted.of(flat) if hosted is not None else flat.kept
-                gather = (
-                    None
-                    if exact or flat.codec is None
-                    else encoded_gather(flat, flat.codec, own, flat.bucket.spread.ranks)
-                )
-                if gather is None:
+                own = ShardSource.of(flat)
+                if exact or flat.codec is None:
                     pairs.append((flat.params, own))
                 else:
+                    gather = encoded_gather(flat, flat.codec, own, flat.bucket.spread.ranks)
                     pairs.append((gather.full, gather.own))
                     encoded.append(gather)
             apart = None if axis == self._comm.grid.sharding else axis
             pending = self._comm.gather_parameters(pairs, "parameters", axis=apart)
-            if arrival is not None:
-                pending = arrival.before(pending)
+            if copied is not None and not pending.under_way:  # one data rank: readers wait for the copies alone
+                pending = Pending(copied.wait)
         self._started(indices, pending.then(partial(_decode, encoded)))
 
     def _started(self, indices: Sequence[int], gather: Pending) -> None:
@@ -231,8 +210,6 @@ class UnshardedBuckets:
             EngineError: data ranks request different buckets.
         """
         missing = sorted(indices - self.live)
-        if not missing:
-            return
         for batch in self._by_axis(missing):
             self._compare(batch)
         self.ask(frozenset(missing), exact)
@@ -275,7 +252,7 @@ class UnshardedBuckets:
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()
             self._states[index] = BucketState.FREE
-            if not leave and self.secondary is not None:
+            if not leave:
                 self.secondary.take(index)
             self._hide(index)
             flat, before = self._buckets[index], _memory(self._buckets[index].params)
@@ -289,15 +266,13 @@ class UnshardedBuckets:
         """Waits until all copies of this rank's shards from host memory to the device have ended. The host may then
         overwrite the shards.
         """
-        if self._hosted is not None:
-            self._hosted.settle()
+        self._source.settle()
 
     def drop_secondary(self, indices: Collection[int] | None = None) -> None:
         """Marks the secondary shards (ZeRO++ hpZ) of the buckets ``indices`` (None: all buckets) as invalid, after a
         parameter change.
         """
-        if self.secondary is not None:
-            self.secondary.drop(indices)
+        self.secondary.drop(indices)
 
     def refuse_written(self, indices: frozenset[int]) -> None:
         """Raises if the model has written to a gathered parameter of the buckets ``indices``. Freeing would lose the

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from pathlib import Path
-from typing import Protocol
 
 import numpy
 import torch
@@ -155,26 +154,6 @@ class BlockFile:
         jobs = self._blocks(into)
         return BlocksUnderWay([threads.submit(self._read_block, number, block, checked) for number, block in jobs])
 
-    def write(self, data: memoryview) -> None:
-        """Writes the whole file from ``data``.
-
-        Raises:
-            EngineError: the disk is full or fails.
-        """
-        for number, block in self._blocks(data):
-            self._write_block(number, block)
-
-    def read(self, into: memoryview, checked: bool = True) -> None:
-        """Reads the whole file into the memory ``into``.
-
-        ``checked``: True to check, by hashes, that each block is as last written.
-
-        Raises:
-            EngineError: the disk fails, or a checked block differs.
-        """
-        for number, block in self._blocks(into):
-            self._read_block(number, block, checked)
-
     def close(self) -> None:
         """Closes and deletes the file. A second call does nothing."""
         if self._file >= 0:
@@ -250,13 +229,6 @@ def _failure(what: str, path: Path, error: OSError) -> EngineError:
     )
 
 
-class PageUse(Protocol):
-    """Interface of a read or write in progress that uses a page of :class:`MomentBuffers`."""
-
-    def result(self) -> object:
-        """Waits until the read or write of the page has ended; raises its error if it has failed."""
-
-
 class MomentBuffers:
     """Pool of ``count`` host memory buffers (pages) of ``size`` bytes. An update reads moments from disk into a page,
     and later writes the page back.
@@ -266,7 +238,7 @@ class MomentBuffers:
         self.size = size
         self._pages = [sector_memory(size) for _ in range(count)]
         self._free = list(self._pages)
-        self._busy: deque[tuple[Tensor, PageUse]] = deque()
+        self._busy: deque[tuple[Tensor, BlocksUnderWay]] = deque()
 
     @property
     def spare(self) -> bool:
@@ -281,7 +253,7 @@ class MomentBuffers:
             return page
         return self._free.pop()
 
-    def give_back(self, page: Tensor, write: PageUse) -> None:
+    def give_back(self, page: Tensor, write: BlocksUnderWay) -> None:
         """Returns ``page`` to the pool. The page becomes free when ``write`` has ended."""
         self._busy.append((page, write))
 

@@ -466,7 +466,8 @@ class DiskMoments:
             page = self._buffers.take()
             self._buffers.free_all()
             try:
-                self._before[number].read(page.numpy().data[len(page) - self._before[number].size :])
+                into = page.numpy().data[len(page) - self._before[number].size :]
+                self._before[number].start_read(into, self._threads).result()
                 self._copy_back(number, page)
             except EngineError as error:
                 self._lost = error

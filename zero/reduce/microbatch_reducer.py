@@ -24,7 +24,7 @@ from engine.kernels.dispatch import OpenSum
 from engine.parallel.comm.comm import Pending
 from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot
-from engine.zero.reduce.reducer import Backward, ReducerSetup, SharedReduction
+from engine.zero.reduce.reducer import Backward, Reducer, ReducerSetup
 from engine.zero.reduce.replica_sums import summed_over_replicas
 
 BUFFERS = 2
@@ -64,7 +64,7 @@ class _Flight:
     """The buffer of the full bucket, to be used again."""
 
 
-class MicrobatchReducer(SharedReduction):
+class MicrobatchReducer(Reducer):
     """Gradient reducer for ZeRO 2. It reduce-scatters every bucket once per microbatch, and adds the result to this
     rank's gradient shard.
 
@@ -142,7 +142,7 @@ class MicrobatchReducer(SharedReduction):
         Afterwards ``grads`` of each bucket contains this rank's shard of the sum over microbatches and data ranks.
         """
         self._settle()
-        self._end_step()
+        self.unused = self.names - self._seen - self._kept_names
         for stage, done in self._rounds.items():
             for _ in range(done, self._microbatches):
                 self._begin_round(stage)
@@ -174,8 +174,7 @@ class MicrobatchReducer(SharedReduction):
         self._flights.clear()
         self._kept.clear()
         self._seen.clear()
-        self._forget_kept()
-        self._forget_products()
+        self._forget()
         self._rounds = dict.fromkeys(self._rounds, 0)
         self._microbatches = self._usual
         for filling in self._fillings:

@@ -1,11 +1,12 @@
-"""Interface of gradient reducers, and the hooks that take each complete gradient from its parameter."""
+"""Base class of gradient reducers, and the hooks that take each complete gradient from its parameter."""
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from engine.parallel.model.placeholders import plan_as_trainable
 from engine.parallel.trace.absent_parameter import AbsentParameter
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.offload.host_copies import HostCopies
-from engine.zero.reduce.bucket_gradient import BucketGradient
 from engine.zero.reduce.encoded_reduction import EncodedReduction
 from engine.zero.reduce.gradient_guard import plain_grad, set_plain_grad
 
@@ -53,6 +53,55 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
         "engine keeps in its own buckets; remove the hook, and use register_hook for the gradient of one backward, or "
         "eng.gradients() before step()."
     )
+
+
+class BucketGradient:
+    """Gradient of one parameter, summed in a slice of a flat bucket. The matrix products of a backward add to the slice
+    in place.
+
+        backward of a layer    dx | db | bucket += dy' x
+        its weight's node      the bucket is complete: its reduction is launched directly behind that kernel
+        autograd               the layer below
+
+    The node of autograd that accumulates the weight marks a sum as complete: it waits for all uses, whether products
+    have added them or a gradient arrives, and runs before the layer below. The hook of :class:`GradientHooks` hears of
+    it, also where no gradient has come: a hook for each backward would take 3 us a weight.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, sums: "Reducer") -> None:
+        self.name, self.parameter, self._sums = name, parameter, sums
+        self._waits = False
+        """True between the first product of a backward and the parameter's node."""
+
+    def begin(self, node: Any | None) -> OpenSum | None:
+        """Returns the parameter's slice of the bucket for in-place additions, with a flag: True if it contains a sum
+        already. Returns None if the backward must return a separate gradient tensor.
+
+        ``node``: the parameter's autograd node; None: the product runs outside autograd.
+        """
+        return self._sums.open_sum(self.name, node)
+
+    def end(self, node: Any | None) -> None:
+        """Records that one matrix product has added to the parameter's slice of its bucket. The sum is complete once
+        the autograd node ``node`` has run; at once if None.
+        """
+        self._sums.added(self.name)
+        if node is None:
+            self._sums.complete(self.name)
+        else:
+            self._waits = True
+
+    def forget(self) -> None:
+        """Stops waiting for the parameter's autograd node, and does not mark the sum as complete."""
+        self._waits = False
+
+    def all_done(self) -> None:
+        """Records that the parameter's autograd node has run in this backward. A sum in the parameter's slice of the
+        bucket is then complete.
+        """
+        if self._waits:
+            self._waits = False
+            self._sums.complete(self.name)
 
 
 class GradientHooks:
@@ -217,73 +266,6 @@ class Backward(NamedTuple):
     """
 
 
-class Reducer(Protocol):
-    """Interface of gradient reducers: they sum a step's gradients over microbatches and data ranks into flat
-    buckets.
-    """
-
-    def backward(self, which: Backward) -> AbstractContextManager[None]:
-        """Returns a context for the backward ``which``. Gradients computed inside are added to the buckets."""
-
-    def take(self, name: str, grad: Tensor) -> None:
-        """Adds ``grad``, computed outside autograd, to the gradient sum of ``name``, in an open backward context."""
-
-    def expect(self, backwards: int) -> None:
-        """Sets the number of backwards of each stage in this step, if it differs from the usual number. All data ranks
-        must set the same number.
-        """
-
-    def finish(self) -> None:
-        """Completes the reduction of every bucket at the end of a step. All data ranks must call it."""
-
-    def land(self) -> None:
-        """Waits for the reductions that have been started, without starting the remaining ones."""
-
-    def keep(self) -> None:
-        """Saves the reduced gradients after :meth:`finish`, so that the step can have more backwards. The next
-        ``finish`` adds the saved gradients to its result.
-        """
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of this rank's parameters with gradients to reduce."""
-
-    @property
-    def unused(self) -> frozenset[str]:
-        """Names of the parameters in :attr:`names` that got no gradient in the finished step."""
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        """Names of parameters that were trainable when the engine was built, and are frozen at present."""
-
-    def reset(self) -> None:
-        """Discards the gradients of an unfinished step."""
-
-    def watch(self, on: bool) -> None:
-        """Enables or disables a check that every gradient of this rank is finite; :meth:`found_nonfinite` returns its
-        result.
-        """
-
-    def observe(self, observer: Take | None) -> None:
-        """Sets a callback (parameter name, gradient) for each gradient of this rank before its reduction; None removes
-        it.
-        """
-
-    @property
-    def residuals(self) -> Mapping[str, Tensor]:
-        """Quantization errors of gradient reductions, to be added to the next gradients (error feedback). Keys are
-        "BUCKET.HOP": bucket index, and 0 or 1 for the first or second all-to-all.
-        """
-
-    def found_nonfinite(self) -> bool:
-        """Returns True if a gradient since the previous call was not finite; False while :meth:`watch` is off. The host
-        waits for the device.
-        """
-
-    def remove(self) -> None:
-        """Removes the gradient hooks from the parameters."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReducerSetup:
     """Constructor arguments that all reducers share."""
@@ -308,9 +290,10 @@ class ReducerSetup:
     """Copies of reduced gradients to the host, for host-updated buckets."""
 
 
-class SharedReduction:
-    """Base class of the reducers. It owns the gradient hooks, casts gradients to the communication dtype, and sums
-    gradients of tied parameters over stages.
+class Reducer(ABC):
+    """Base class of gradient reducers, which sum a step's gradients over microbatches and data ranks into flat buckets.
+    It owns the gradient hooks, casts gradients to the communication dtype, and sums gradients of tied parameters over
+    stages.
     """
 
     def __init__(self, setup: ReducerSetup) -> None:
@@ -323,7 +306,10 @@ class SharedReduction:
         self._abandoned: list[Pending] = []
         names = [slot.name for flat in setup.buckets for slot in flat.bucket.slots]
         trained = {name: setup.parameters[name] for name in names}
-        self.names, self.unused = frozenset(names), frozenset[str]()
+        self.names = frozenset(names)
+        """Names of this rank's parameters with gradients to reduce."""
+        self.unused = frozenset[str]()
+        """Names of the parameters in ``names`` that got no gradient in the finished step."""
         self._seen: set[str] = set()
         self._kept_sums: list[tuple[FlatBucket, slice, Tensor]] = []
         """Sums of this step that were completed before its end."""
@@ -341,6 +327,22 @@ class SharedReduction:
         told = setup.comm.grid.rank == 0
         self._hooks = GradientHooks(trained, self.take, setup.start, self._products, warns=told)
 
+    @abstractmethod
+    def backward(self, which: Backward) -> AbstractContextManager[None]:
+        """Returns a context for the backward ``which``. Gradients computed inside are added to the buckets."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Completes the reduction of every bucket at the end of a step. All data ranks must call it."""
+
+    @abstractmethod
+    def land(self) -> None:
+        """Waits for the reductions that have been started, without starting the remaining ones."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Discards the gradients of an unfinished step."""
+
     def take(self, name: str, grad: Tensor) -> None:
         """Adds a gradient of the running backward to the sum of parameter ``name``, for a later reduction."""
         self._seen.add(name)
@@ -350,8 +352,11 @@ class SharedReduction:
             self._observer(name, grad)
         self._add(name, grad)
 
+    @abstractmethod
     def expect(self, backwards: int) -> None:
-        """Does nothing: only :class:`MicrobatchReducer` (ZeRO 2) depends on the number of backwards in a step."""
+        """Sets the number of backwards of each stage in this step, if it differs from the usual number. All data ranks
+        must set the same number.
+        """
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -381,8 +386,9 @@ class SharedReduction:
             return None
         return self._sum(name)
 
+    @abstractmethod
     def _sum(self, name: str) -> OpenSum | None:
-        raise NotImplementedError
+        """Returns the memory for a gradient of the running backward; see :meth:`open_sum`."""
 
     def added(self, name: str) -> None:
         """Records that a matrix product has added to the gradient sum of parameter ``name``. With :meth:`watch` on,
@@ -393,29 +399,32 @@ class SharedReduction:
         if self._watched is not None and (opened := self._sum(name)) is not None:
             self._watched.append(opened.into.isfinite().all())
 
+    @abstractmethod
     def _note_sum(self, name: str) -> None:
         """Notes that the sum of a parameter has content."""
-        raise NotImplementedError
 
+    @abstractmethod
     def complete(self, name: str) -> None:
         """Records that the gradient sum of parameter ``name`` is complete for the running backward."""
-        raise NotImplementedError
 
     def keep(self) -> None:
-        """Copies the reduced gradients, for further backwards of the same step; see :meth:`Reducer.keep`."""
+        """Copies the reduced gradients after :meth:`finish`, so that the step can have more backwards. The next
+        ``finish`` adds the copies to its result.
+        """
         self._kept_sums = [(flat, self._part(flat), flat.gradient(self._part(flat)).clone()) for flat in self._buckets]
         self._kept_names = self.names - self.unused
 
+    @abstractmethod
     def _part(self, flat: FlatBucket) -> slice:
         """Returns the elements with completed sums on this rank."""
-        raise NotImplementedError
 
     def _add_kept(self) -> None:
         """Adds the sums that were completed before the end of the step."""
         for flat, part, sums in self._kept_sums:
             flat.gradient(part).add_(sums)
             self._changed(flat)
-        self._join_copies()
+        if self._copies is not None:
+            self._copies.join()
 
     def _changed(self, flat: FlatBucket) -> None:
         """Notes that the sums of a bucket were written, so that a copy on the host is stale."""
@@ -427,19 +436,9 @@ class SharedReduction:
         if self._copies is not None:
             self._copies.follow(flat, reduction)
 
-    def _join_copies(self) -> None:
-        """Waits until all reductions are complete that copies have waited for."""
-        if self._copies is not None:
-            self._copies.join()
-
-    def _forget_kept(self) -> None:
+    def _forget(self) -> None:
+        """Forgets kept gradients, and matrix products that wait for their nodes."""
         self._kept_sums, self._kept_names = [], frozenset()
-
-    def _end_step(self) -> None:
-        """Notes the parameters without a gradient."""
-        self.unused = self.names - self._seen - self._kept_names
-
-    def _forget_products(self) -> None:
         for product in self._products.values():
             product.forget()
 
@@ -448,12 +447,14 @@ class SharedReduction:
         instead of adding to buckets.
         """
         self._hooks.remove()
-        self._forget_products()
+        self._forget()
         if self._main is not None:
             self._main.clear()
 
     def watch(self, on: bool) -> None:
-        """Enables or disables the check for non-finite gradients; see :meth:`Reducer.watch`."""
+        """Enables or disables a check that every gradient of this rank is finite; :meth:`found_nonfinite` returns its
+        result.
+        """
         self._watched = [] if on else None
 
     def observe(self, observer: Take | None) -> None:

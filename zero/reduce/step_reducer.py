@@ -27,7 +27,7 @@ from engine.kernels.dispatch import OpenSum
 from engine.parallel.comm.comm import Pending
 from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot
-from engine.zero.reduce.reducer import Backward, ReducerSetup, SharedReduction
+from engine.zero.reduce.reducer import Backward, Reducer, ReducerSetup
 from engine.zero.reduce.replica_sums import ReplicaSum, summed_over_replicas
 
 
@@ -68,7 +68,7 @@ class _Progress:
         return self.flat.bucket.slots
 
 
-class GradientReducer(SharedReduction):
+class GradientReducer(Reducer):
     """Gradient reducer for ZeRO 0 and 1. It accumulates the gradients of all microbatches in full buckets, then reduces
     each bucket once per step.
 
@@ -108,6 +108,9 @@ class GradientReducer(SharedReduction):
         finally:
             self._last = self._eager = False
 
+    def expect(self, backwards: int) -> None:
+        """Does nothing, because this reduction does not depend on the number of backwards in a step."""
+
     def finish(self) -> None:
         """Reduces the remaining buckets, waits for all reductions, and prepares the next step.
 
@@ -115,7 +118,7 @@ class GradientReducer(SharedReduction):
         ZeRO 1, in the full bucket at ZeRO 0.
         """
         self._settle()
-        self._end_step()
+        self.unused = self.names - self._seen - self._kept_names
         self._reduce_all()
         for progress in self._progress:
             self._add_ties(progress.flat, self._part(progress.flat))
@@ -135,8 +138,7 @@ class GradientReducer(SharedReduction):
         does.
         """
         self._seen.clear()
-        self._forget_kept()
-        self._forget_products()
+        self._forget()
         self._empty()
 
     def _empty(self) -> None:
@@ -165,7 +167,8 @@ class GradientReducer(SharedReduction):
             if progress.received is not None or progress.sums is not None:
                 self._changed(progress.flat)
             progress.reduction = progress.received = progress.sums = None
-        self._join_copies()
+        if self._copies is not None:
+            self._copies.join()
 
     def _reopen(self) -> None:
         """Sets reduced sums aside, so that a further backward starts anew and all buckets are reduced once more.

@@ -25,8 +25,8 @@ from engine.parallel.shard_table import Range, ShardRow
 from engine.planning.plan import Plan
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Bucket, Slot
-from engine.zero.optim.optimizer_tensors import WholeUpdates
-from engine.zero.state_inventory import StateInventory, StateTensor, UpdatedTensor
+from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeUpdates
+from engine.zero.state.state_inventory import StateInventory, StateTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class LocalTensors:
         return self.inventory.buckets
 
     @property
-    def places(self) -> Sequence[UpdatedTensor]:
+    def places(self) -> Sequence[OptimizerTensor]:
         """Flat tensors that this rank's optimizer updates, each with its position in a flat bucket."""
         return self.inventory.optimizer.places
 

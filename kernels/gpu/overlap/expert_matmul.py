@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu.grouped_matmul import stack_as_it_lies
-from engine.kernels.gpu.launch_shapes import GROUP
-from engine.kernels.gpu.matmul import load_tile, store_tile, tile_finish, tile_place, tile_product
-from engine.kernels.gpu.overlap.launches import Half, KernelCall, precision, tile_shape
+from engine.kernels.gpu.launch_shapes import tile_shape
+from engine.kernels.gpu.matmul import as_it_lies, load_tile, store_tile, tile_finish, tile_place, tile_product
+from engine.kernels.gpu.overlap.launches import Half, KernelCall
 from engine.kernels.gpu.overlap.signals import arrival_of, came, signal, slot_of
 from engine.kernels.overlap import ExpertRows
 
@@ -147,7 +146,7 @@ def launch_dispatch_product(
     ``tokens_TK`` is contiguous, sorted by expert, in the dtype of ``matrices_XKN``. ``rows``: counts of the sent rows.
     ``half``: "push" only sends, and its result is undefined; "multiply" only receives and multiplies.
     """
-    matrices, transposed = stack_as_it_lies(matrices_XKN)
+    matrices, transposed = as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]
     shape, mailbox = call.shape(matrices.dtype), call.mailbox
     sent = rows.source_tiles(shape.rows, sends=True).to(tokens_TK.device, non_blocking=True)
@@ -157,7 +156,7 @@ def launch_dispatch_product(
         tokens_TK, matrices, out, sent, received, len(sent), len(received),
         mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, columns, depth,
         RANKS=mailbox.ranks, PUSHES=half != "multiply", MULTIPLIES=half != "push", MATRIX_TRANSPOSED=transposed,
-        PRECISION=precision(), **tile_shape(shape), GROUP=GROUP,
+        **tile_shape(shape),
     )  # fmt: skip
     return out
 
@@ -168,14 +167,14 @@ def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRow
     ``rows_RK`` is contiguous and sorted by expert, with the counts ``rows``. :func:`launch_collect_rows` receives
     the products.
     """
-    matrices, transposed = stack_as_it_lies(matrices_XKN)
+    matrices, transposed = as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]
     shape, mailbox = call.shape(matrices.dtype), call.mailbox
     received = rows.owner_tiles(shape.rows, sends=True).to(rows_RK.device, non_blocking=True)
     product_return_kernel[call.grid(rows_RK.device)](
         rows_RK, matrices, matrices.new_empty(0), received, len(received),
         mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, columns, depth,
-        RANKS=mailbox.ranks, MATRIX_TRANSPOSED=transposed, PRECISION=precision(), **tile_shape(shape), GROUP=GROUP,
+        RANKS=mailbox.ranks, MATRIX_TRANSPOSED=transposed, **tile_shape(shape),
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ Interpreted kernels emulate only these two instructions, by reads from and write
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -50,7 +50,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.device import is_host
-from engine.kernels.gpu.launch_shapes import EXACT, GROUP, HALF, TF32, Tile, ceil_div, processors
+from engine.kernels.gpu.launch_shapes import Tile, ceil_div, processors, tile_of, tile_shape
 from engine.kernels.gpu.matmul import (
     as_it_lies,
     load_tile,
@@ -347,7 +347,7 @@ def launch_gather_product(
         part_BLK, matrix, bias, out, mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers,
         sequences, rows, columns, depth,
         RANKS=mailbox.ranks, PUSHES=half != "multiply", MULTIPLIES=half != "push", MATRIX_TRANSPOSED=transposed,
-        PRECISION=precision(), BIAS=bias is not None, **tile_shape(shape), GROUP=GROUP,
+        BIAS=bias is not None, **tile_shape(shape),
     )  # fmt: skip
     return out
 
@@ -368,8 +368,8 @@ def launch_product_scatter(
     product_scatter_kernel[call.grid(whole.device)](
         whole, matrix, plus, whole.new_empty(0, dtype=dtype), mailbox.slots, mailbox.arrivals, mailbox.status,
         *call.numbers, sequences, rows, columns, depth,
-        RANKS=mailbox.ranks, EVERYWHERE=everywhere, STAYS=stays, MATRIX_TRANSPOSED=transposed, PRECISION=precision(),
-        PLUS=plus is not None, **tile_shape(shape), GROUP=GROUP,
+        RANKS=mailbox.ranks, EVERYWHERE=everywhere, STAYS=stays, MATRIX_TRANSPOSED=transposed,
+        PLUS=plus is not None, **tile_shape(shape),
     )  # fmt: skip
 
 
@@ -438,28 +438,9 @@ def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
     return out
 
 
-def tile_of(dtype: torch.dtype) -> Tile:
-    """Returns the default tile shape for a matrix product in ``dtype``."""
-    if dtype.itemsize == 2:
-        return HALF
-    return TF32 if precision() == "tf32" else EXACT
-
-
 def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
     """Returns the maximum number of signals from one rank to another in a call: one for each tile of the product.
 
     The product has ``sequences`` x ``rows`` rows; a tile has rows of one sequence.
     """
     return int(sequences * ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns))
-
-
-def tile_shape(tile: Tile) -> dict[str, Any]:
-    """Returns ``tile`` as keyword arguments of a kernel: BM, BN, BK, num_warps and num_stages."""
-    return {
-        "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "num_warps": tile.warps, "num_stages": tile.stages,
-    }  # fmt: skip
-
-
-def precision() -> str:
-    """Returns the precision that torch is set to use for fp32 matrix products: "tf32", or "ieee" for full fp32."""
-    return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"

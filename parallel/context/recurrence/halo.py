@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from engine.parallel.context.recurrence.moved_rows import moved_local
+from engine.parallel.context.recurrence.placed import mapped
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, global_tensors_in, like
 from engine.parallel.tensor.global_tensor.index_runs import Runs
 from engine.parallel.tensor.global_tensor.index_sets import Index, Indices, NoRuleError, replaced
@@ -255,17 +255,10 @@ def with_aligned_rows(rule: "TensorRule") -> "TensorRule":
             align = _alignment(context, args, kwargs)
             if align is None:
                 raise
-        return rule(context, func, *_each(align, args), **_each(align, kwargs))
+        args, kwargs = mapped(lambda one: align(one) if type(one) is GlobalTensor else one, (args, kwargs))
+        return rule(context, func, *args, **kwargs)
 
     return run
-
-
-def _each(align: Callable[[GlobalTensor], GlobalTensor], values: Any) -> Any:
-    return tree_map(
-        lambda one: align(one) if type(one) is GlobalTensor else one,
-        values,
-        is_leaf=lambda one: isinstance(one, Tensor),
-    )
 
 
 def _alignment(context: "GlobalTensorContext", args: Any, kwargs: Any) -> Callable[[GlobalTensor], GlobalTensor] | None:

@@ -103,7 +103,7 @@ class PlacedTensor(GlobalTensor):
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = next(one for one in _leaves((args, kwargs)) if type(one) is PlacedTensor)
+        first = next(one for one in tensor_leaves((args, kwargs)) if type(one) is PlacedTensor)
         context, rule = first.views, state_of(first).placed.get(func)
         if rule is not None:
             try:
@@ -241,7 +241,8 @@ def _shape_only(x: Tensor) -> Tensor:
     return _meta(tuple(x.shape), x.dtype, x.requires_grad)
 
 
-def _leaves(values: Any) -> list[Any]:
+def tensor_leaves(values: Any) -> list[Any]:
+    """Returns the leaves of ``values`` as a pytree; a tensor of any subclass is a leaf."""
     return tree_leaves(values, is_leaf=lambda one: isinstance(one, Tensor))
 
 
@@ -253,7 +254,7 @@ def run_on_one_rank(context: "GlobalTensorContext", func: Function, args: Any, k
     argument runs on all ranks instead.
     """
     name = function_name(func)
-    leaves = _leaves((args, kwargs))
+    leaves = tensor_leaves((args, kwargs))
     placed = [one for one in leaves if type(one) is PlacedTensor]
     operation = Operation(func, args, kwargs)
     written = operation.written
@@ -272,9 +273,9 @@ def run_on_one_rank(context: "GlobalTensorContext", func: Function, args: Any, k
             "another rank than the sequence; assign it: x[:, t] = value."
         )
     rank = target.rank
-    args, kwargs = _mapped(lambda one: one.on(rank) if type(one) is PlacedTensor else one, (args, kwargs))
+    args, kwargs = mapped(lambda one: one.on(rank) if type(one) is PlacedTensor else one, (args, kwargs))
     here = context.axis.index == rank
-    graded = torch.is_grad_enabled() and name not in _DETACHED and any(map(_graded, leaves))
+    graded = torch.is_grad_enabled() and name not in _DETACHED and any(map(requires_grad, leaves))
     with _drawing(context, operation, target):
         out = _local(func, args, kwargs) if here else _on_meta(func, args, kwargs)
     carried = len({one.age for one in placed}) > 1 or target.carried
@@ -293,7 +294,7 @@ def run_on_one_rank(context: "GlobalTensorContext", func: Function, args: Any, k
         made.sliced = sliced
         return made
 
-    return _mapped(shown, out)
+    return mapped(shown, out)
 
 
 def _kind(leaf: Any) -> Any:
@@ -305,13 +306,13 @@ def _drawing(context: "GlobalTensorContext", operation: Operation, target: Place
 
 
 def _local(func: Function, args: Any, kwargs: Any) -> Any:
-    args, kwargs = _mapped(lambda one: one.local if isinstance(one, GlobalTensor) else one, (args, kwargs))
+    args, kwargs = mapped(lambda one: one.local if isinstance(one, GlobalTensor) else one, (args, kwargs))
     return func(*args, **kwargs)
 
 
 def _on_meta(func: Function, args: Any, kwargs: Any) -> Any:
     """Returns the results of ``func`` as meta tensors, without a graph."""
-    args, kwargs = _mapped(_twin, (args, kwargs))
+    args, kwargs = mapped(_twin, (args, kwargs))
     with torch._C.DisableTorchFunction(), torch.no_grad():
         return func(*args, **kwargs)
 
@@ -328,7 +329,8 @@ def with_gradient(local: Tensor, graded: bool) -> Tensor:
         return local.detach().requires_grad_()
 
 
-def _graded(leaf: Any) -> bool:
+def requires_grad(leaf: Any) -> bool:
+    """Returns True for a tensor that requires a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
@@ -341,7 +343,7 @@ def _twin(value: Any) -> Any:
 
 
 def _check_meta(func: Function, args: Any, kwargs: Any) -> bool:
-    copies = _mapped(lambda one: _twin(one).detach() if isinstance(one, Tensor) else _twin(one), (args, kwargs))
+    copies = mapped(lambda one: _twin(one).detach() if isinstance(one, Tensor) else _twin(one), (args, kwargs))
     try:
         with apart(), torch.no_grad():
             func(*copies[0], **copies[1])
@@ -351,9 +353,10 @@ def _check_meta(func: Function, args: Any, kwargs: Any) -> bool:
 
 
 def _on_all(func: Function, args: Any, kwargs: Any, name: str) -> Any:
-    args, kwargs = _mapped(lambda one: one.everywhere(name) if type(one) is PlacedTensor else one, (args, kwargs))
+    args, kwargs = mapped(lambda one: one.everywhere(name) if type(one) is PlacedTensor else one, (args, kwargs))
     return func(*args, **kwargs)
 
 
-def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
+def mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """Returns ``values`` with each leaf replaced by ``change(leaf)``; a tensor of any subclass is a leaf."""
     return tree_map(change, values, is_leaf=lambda one: isinstance(one, Tensor))

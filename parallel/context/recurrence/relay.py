@@ -103,10 +103,14 @@ class _Sent:
         self.axis, self.source, self.targets, self.label = axis, source, targets, label
         self.shape, self.dtype = shape, dtype
 
-    def forward(self, given: Tensor | None, device: torch.device) -> Tensor:
+    def _elements(self) -> tuple[list[int], list[int]]:
+        """Returns the elements that this rank gives to each rank, and those that it gets; backward swaps both."""
         own, count = self.axis.index, self.shape.numel()
         gives = [count * (own == self.source and rank in self.targets) for rank in range(self.axis.size)]
-        gets = [count * (own in self.targets and rank == self.source) for rank in range(self.axis.size)]
+        return gives, [count * (own in self.targets and rank == self.source) for rank in range(self.axis.size)]
+
+    def forward(self, given: Tensor | None, device: torch.device) -> Tensor:
+        own, (gives, gets) = self.axis.index, self._elements()
         flat = torch.empty(0, dtype=self.dtype, device=device) if given is None else given.detach().reshape(-1)
         received = self.axis.exchange(
             flat.repeat(len(self.targets)) if given is not None else flat, gives, gets, self.label
@@ -116,9 +120,7 @@ class _Sent:
         return given.detach().clone() if given is not None else received
 
     def backward(self, grad: Tensor | None, device: torch.device) -> Tensor | None:
-        own, count = self.axis.index, self.shape.numel()
-        gives = [count * (own in self.targets and rank == self.source) for rank in range(self.axis.size)]
-        gets = [count * (own == self.source and rank in self.targets) for rank in range(self.axis.size)]
+        own, (gets, gives) = self.axis.index, self._elements()
         flat = torch.zeros(sum(gives), dtype=self.dtype, device=device)
         if grad is not None and own in self.targets:
             flat = grad.to(self.dtype).reshape(-1).contiguous()

@@ -18,9 +18,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
-from engine.parallel.context.recurrence.placed import PlacedTensor, slice_on_rank, state_of, with_gradient
+from engine.parallel.context.recurrence.placed import (
+    PlacedTensor,
+    mapped,
+    requires_grad,
+    slice_on_rank,
+    state_of,
+    tensor_leaves,
+    with_gradient,
+)
 from engine.parallel.context.recurrence.placed_rules import join_pieces
 from engine.parallel.context.rows.functions import follow_function, is_custom
 from engine.parallel.context.rows.rowwise_proof import apart
@@ -153,10 +161,10 @@ def _piece(value: Any, dims: dict[int, int], start: int, stop: int) -> Any:
 def _on(function: Function, signature: inspect.Signature, given: dict[str, Any], rank: int, like: GlobalTensor) -> Any:
     """Returns the results of ``function`` on ``rank``, with shapes only on other ranks."""
     context = like.views
-    given = _mapped(lambda one: one.on(rank) if type(one) is PlacedTensor else one, given)
-    graded = torch.is_grad_enabled() and any(_graded(one) for one in tree_flatten(given, is_leaf=_is_tensor)[0])
+    given = mapped(lambda one: one.on(rank) if type(one) is PlacedTensor else one, given)
+    graded = torch.is_grad_enabled() and any(map(requires_grad, tensor_leaves(given)))
     if context.axis.index == rank:
-        out = _call(function, signature, _mapped(lambda one: one.local if type(one) is PlacedTensor else one, given))
+        out = _call(function, signature, mapped(lambda one: one.local if type(one) is PlacedTensor else one, given))
     else:
         key = ("scan on meta", function, tuple(map(_kind, given.items())))
         out = context.find(key, lambda: _call_on_meta(function, signature, given))
@@ -168,19 +176,7 @@ def _on(function: Function, signature: inspect.Signature, given: dict[str, Any],
         local = with_gradient(one.detach() if context.axis.index != rank else one, graded)
         return PlacedTensor.place(local, context, (rank, age), like.device, True)
 
-    return _mapped(place, out)
-
-
-def _graded(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.requires_grad
-
-
-def _is_tensor(one: Any) -> bool:
-    return isinstance(one, Tensor)
-
-
-def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
-    return tree_map(change, values, is_leaf=_is_tensor)
+    return mapped(place, out)
 
 
 def _call(function: Function, signature: inspect.Signature, given: dict[str, Any]) -> Any:
@@ -193,7 +189,7 @@ def _call_on_meta(function: Function, signature: inspect.Signature, given: dict[
         return torch.empty(tuple(one.shape), dtype=one.dtype, device="meta") if isinstance(one, Tensor) else one
 
     with apart(), torch.no_grad():
-        return _call(function, signature, _mapped(twin, given))
+        return _call(function, signature, mapped(twin, given))
 
 
 def _split(out: Any, carry: Carry, length: int) -> tuple[Any, Any]:
@@ -340,9 +336,4 @@ def _returned(function: FunctionType, bound: inspect.BoundArguments, signature: 
     for name, one in signature.parameters.items():
         if one.default is False and name in given and "state" in name:
             given[name] = False
-
-    def twin(value: Any) -> Any:
-        return torch.empty(tuple(value.shape), dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
-
-    with apart(), torch.no_grad():
-        return isinstance(_call(function, signature, _mapped(twin, given)), Tensor)
+    return isinstance(_call_on_meta(function, signature, given), Tensor)

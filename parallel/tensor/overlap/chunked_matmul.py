@@ -9,8 +9,7 @@ A chunk is the same slice of every rank's rows, so its product has rows of all r
 
 One chunk means gather, then multiply, or multiply, then scatter: for devices without overlap and small tensors
 (:func:`choose_pieces`, ``TensorAxis.overlap``). The weight gradient is computed while the last sum of the input
-gradient is in flight, from the gathered input, which is saved or, with ``regather``, gathered again (T times less
-memory, one more all-gather). Results equal those of one chunk up to rounding.
+gradient is in flight, from the gathered input, which is saved. Results equal those of one chunk up to rounding.
 
 In a region the first column layer gathers its input this way, and the others share the gathered rows
 (:class:`SharedInPieces`); the row layer scatters its product (:func:`scatter_product`).
@@ -21,7 +20,6 @@ communicates (:mod:`~engine.parallel.tensor.overlap.fused_moves`) if the axis ha
 Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs, P this rank's shard of the inputs.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,7 +52,7 @@ MOST_PIECES = 4
 class Pieced:
     """Settings of a matrix product that communicates over ``axis`` in chunks of rows, to overlap transfers and compute.
 
-    ``label``: label of its collectives. ``regather``: True to gather the input again in backward instead of saving it.
+    ``label``: label of its collectives.
     """
 
     axis: TensorAxis
@@ -63,7 +61,6 @@ class Pieced:
     """Number of chunks; None: :func:`choose_pieces`."""
     transposed: bool = False
     """True if the weight is stored as [I, O]."""
-    regather: bool = False
     chosen: Moves | None = None
     """Implementation of both products; None: communicating kernels if the axis has them, else collectives."""
 
@@ -102,22 +99,19 @@ def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
     return next((n for n in range(MOST_PIECES, 1, -1) if rows % n == 0 and size >= n * least), 1)
 
 
-def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Pieced) -> tuple[Tensor, Tensor | None]:
+def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Pieced) -> tuple[Tensor, Tensor]:
     """Gathers ``x`` [.., S/T, I] over the T ranks of "tp" in chunks, and multiplies each chunk while the next arrives.
     Returns (product plus ``bias`` [.., S, O], gathered ``x`` [.., S, I]).
 
-    With ``pieced.regather``, the second result is None. Backward reduce-scatters the gradient of the gathered ``x``.
+    Backward reduce-scatters the gradient of the gathered ``x``.
 
     Raises:
         EngineError: ``pieced.pieces`` does not divide the rows.
     """
     _check_pieces(x, pieced)
     y, whole = _GatherMultiply.apply(x, weight, bias, pieced)  # type: ignore[no-untyped-call]
-    if torch.is_grad_enabled():
-        if x.requires_grad:
-            pieced.axis.expect("reduce_scatter", pieced.label, _whole_of(x, pieced.axis), y)
-        if pieced.regather and weight.requires_grad:
-            pieced.axis.expect("all_gather", pieced.label, _whole_of(x, pieced.axis), y)
+    if torch.is_grad_enabled() and x.requires_grad:
+        pieced.axis.expect("reduce_scatter", pieced.label, _whole_of(x, pieced.axis), y)
     return y, whole
 
 
@@ -159,23 +153,22 @@ class _GatherMultiply(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             b_O = None if bias is None else bias.to(dtype)
             y, whole = pieced.moves.gather(x, pieced.matrix(weight.to(dtype)), b_O, ctx.route)
-        ctx.save_for_backward(x if pieced.regather else whole, weight)
+        ctx.save_for_backward(whole, weight)
         ctx.shape, ctx.dtypes = y.shape, (x.dtype, y.dtype)
-        return y, None if pieced.regather else whole
+        return y, whole
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dwhole: Tensor | None) -> Any:
         refuse_second_derivatives()
-        x, weight = ctx.saved_tensors
+        whole, weight = ctx.saved_tensors
         pieced, route, (dtype_x, dtype_y) = ctx.pieced, ctx.route, ctx.dtypes
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if dy is None:  # only the layers that share the gathered x were used
             dy = weight.new_zeros(ctx.shape, dtype=dtype_y)
-        coming = _start_gather(x, route) if needs_weight and pieced.regather else None
         sums = pieced.moves.scatter(dy, pieced.back(weight, dy), dwhole, dtype_x, route) if needs_x else None
         dw, db = None, bias_gradient(dy, ctx.bias) if needs_bias else None
         if needs_weight:
-            whole, kernels = x if coming is None else coming(), pieced.axis.kernels
+            kernels = pieced.axis.kernels
             compute = partial(weight_gradient, whole.to(dy.dtype), dy, weight.dtype, pieced.transposed, kernels)
             dw = unless_added(compute, ctx.main, ctx.next_functions[1][0])
         return None if sums is None else sums(), dw, db, None
@@ -203,22 +196,12 @@ class _MultiplyScatter(torch.autograd.Function):
             dx, whole = pieced.moves.gather(dy, pieced.back(weight, dy), None, route)
             dx = dx.to(x.dtype)
         else:
-            whole = _start_gather(dy, route)()
+            whole = join_parts(route.axis.all_gather(dy.contiguous(), route.label), dy.ndim - 2)
         if needs_weight:
             kernels = pieced.axis.kernels
             compute = partial(weight_gradient, x.to(dy.dtype), whole, weight.dtype, pieced.transposed, kernels)
             dw = unless_added(compute, ctx.main, ctx.next_functions[1][0])
         return dx, dw, None
-
-
-def _start_gather(part: Tensor, route: Route) -> Callable[[], Tensor]:
-    rows, pending = route.axis.start_all_gather(part.contiguous(), route.label)
-
-    def wait() -> Tensor:
-        pending.wait()
-        return join_parts(rows, part.ndim - 2)
-
-    return wait
 
 
 def _computed_in(x: Tensor) -> torch.dtype:

@@ -67,8 +67,7 @@ def measured_row(
 
 def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
     """Returns the tile (block size) of the communicating kernel: the fastest in ``row``, or ``dtype``'s default."""
-    from engine.kernels.gpu.launch_shapes import Tile
-    from engine.kernels.gpu.overlap.launches import tile_of
+    from engine.kernels.gpu.launch_shapes import Tile, tile_of
 
     return tile_of(dtype) if row is None or row.tile is None else Tile(*row.tile, parts=2, described=False)
 

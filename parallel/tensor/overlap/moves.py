@@ -5,7 +5,7 @@ Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,27 +25,10 @@ class Route:
     pieces: int = 1
 
 
-class GatherProduct(Protocol):
-    """Interface of functions that all-gather rows along the sequence and multiply the gathered rows by a matrix."""
-
-    def __call__(self, part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-        """Returns (rows of all ranks times ``matrix`` [I, O] plus ``bias``, in the matrix's dtype; the gathered
-        rows)."""
-
-
-class ProductScatter(Protocol):
-    """Interface of functions that multiply rows by a matrix and reduce-scatter the product along the sequence."""
-
-    def __call__(
-        self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
-    ) -> Callable[[], Tensor]:
-        """Returns a function that waits for this rank's rows of the summed ``whole`` times ``matrix`` plus ``plus``, in
-        ``dtype``."""
-
-
 def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """Gathers ``part``, this rank's rows, in chunks, and multiplies each chunk by ``matrix`` while the next is sent.
-    Returns (product plus ``bias``, gathered rows). ``route``: axis, label and number of chunks.
+    """Gathers ``part``, this rank's rows, in chunks, and multiplies each chunk by ``matrix`` [I, O] while the next is
+    sent. Returns (product plus ``bias``, in the dtype of the matrix; gathered rows). ``route``: axis,
+    label and number of chunks.
     """
     axis, label = route.axis, route.label
     if route.pieces == 1:
@@ -104,8 +87,10 @@ class Moves(NamedTuple):
     ``scatter`` multiplies, then reduce-scatters the product.
     """
 
-    gather: GatherProduct
-    scatter: ProductScatter
+    gather: Callable[[Tensor, Tensor, Tensor | None, Route], tuple[Tensor, Tensor]]
+    """As :func:`gather_product`."""
+    scatter: Callable[[Tensor, Tensor, Tensor | None, torch.dtype, Route], Callable[[], Tensor]]
+    """As :func:`product_scatter`."""
 
 
 PLAIN_MOVES = Moves(gather_product, product_scatter)

@@ -134,8 +134,9 @@ def _dispatch(tokens: Tensor, weight: Tensor, route: ExpertRoute, *, keeps: bool
 
 
 def _return(whole: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
+    from engine.kernels.gpu.launch_shapes import tile_of
     from engine.kernels.gpu.overlap.expert_matmul import launch_collect_rows, launch_product_return
-    from engine.kernels.gpu.overlap.launches import KernelCall, tile_of
+    from engine.kernels.gpu.overlap.launches import KernelCall
 
     buffer = route.buffer
     call = KernelCall(buffer.mailbox, buffer.next_epoch(), tile_of(weight.dtype))
@@ -184,7 +185,7 @@ def _check(rows: Tensor, weight: Tensor, count: int) -> None:
 
 def _check_room(rows: Tensor, weight: Tensor, route: ExpertRoute) -> None:
     """Checks the room for both directions, so that the backward of a forward that fits does fit as well."""
-    from engine.kernels.gpu.overlap.launches import tile_of
+    from engine.kernels.gpu.launch_shapes import tile_of
 
     tile, holds = tile_of(weight.dtype), route.buffer.sizes
     widest = max(weight.shape[1:])

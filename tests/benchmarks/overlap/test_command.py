@@ -26,8 +26,7 @@ from benchmarks.overlap.report import (
 )
 from benchmarks.overlap.trial import OverlapTrial
 from benchmarks.overlap.winners import propose_overlap
-from engine.kernels.gpu.launch_shapes import Tile
-from engine.kernels.gpu.overlap.launches import tile_of
+from engine.kernels.gpu.launch_shapes import Tile, tile_of
 from engine.kernels.overlap import OverlapChoice, ProductSizes, read_overlap
 from tests.kernels.interpreter import repair
 from tests.selection import wide

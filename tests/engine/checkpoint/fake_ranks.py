@@ -37,7 +37,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.plan import Plan
 from engine.zero.optim.flat_optimizers import FlatAdam
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.state_inventory import StateInventory
+from engine.zero.state.state_inventory import StateInventory
 
 CPU = torch.device("cpu")
 T = TypeVar("T")

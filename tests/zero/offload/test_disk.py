@@ -12,7 +12,7 @@ import torch
 
 import engine
 from engine.errors import EngineError
-from engine.zero.offload.block_file import BLOCK, BlockFile, MomentBuffers
+from engine.zero.offload.block_file import BLOCK, BlockFile, BlocksUnderWay, MomentBuffers
 from engine.zero.offload.scratch_folder import PREFIX, ScratchFolder
 from tests.zero.offload.test_offloaded_training import bits, settings, trained, unequal
 from tests.zero.small import batch, start
@@ -94,24 +94,34 @@ def test_a_block_of_an_older_write_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "saved").exists() or not list((tmp_path / "saved").glob("step-*"))
 
 
+def write(file: BlockFile, data: memoryview) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        file.start_write(data, pool).result()
+
+
+def read(file: BlockFile, into: memoryview, checked: bool = True) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        file.start_read(into, pool, checked).result()
+
+
 def test_each_block_is_checked(tmp_path: Path) -> None:
     data = torch.arange(2 * BLOCK + 100, dtype=torch.int64).to(torch.uint8).numpy()
     file = BlockFile(tmp_path / "file", len(data))
-    file.write(data.data)
+    write(file, data.data)
     into = bytearray(len(data))
-    file.read(memoryview(into))
+    read(file, memoryview(into))
     assert into == data.tobytes()
     for place in (0, BLOCK, 2 * BLOCK + 99):
         with (tmp_path / "file").open("r+b") as stream:
             stream.seek(place)
             stream.write(bytes([data[place] ^ 1]))
         with pytest.raises(EngineError, match=f"bytes {place // BLOCK * BLOCK} to .* differ from the bytes last"):
-            file.read(memoryview(into))
-        file.read(memoryview(into), checked=False)
-        file.write(data.data)
+            read(file, memoryview(into))
+        read(file, memoryview(into), checked=False)
+        write(file, data.data)
     os.truncate(tmp_path / "file", 10)
     with pytest.raises(EngineError, match=r"cannot be read \(it ends after 10 of "):
-        file.read(memoryview(into))
+        read(file, memoryview(into))
     file.close()
     assert not (tmp_path / "file").exists()
 
@@ -166,7 +176,7 @@ def test_what_a_killed_run_left_is_deleted_and_a_live_one_is_spared(
 def test_a_buffer_is_free_when_its_write_has_ended() -> None:
     buffers = MomentBuffers(1, 8)
     page, write = buffers.take(), Future[None]()
-    buffers.give_back(page, write)
+    buffers.give_back(page, BlocksUnderWay([write]))
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(buffers.take)
         assert not wait([taken], timeout=0.05).done

@@ -18,7 +18,7 @@ from engine.zero.offload.block_file import BLOCK, SECTOR, BlockFile, DiskCalls, 
 from engine.zero.offload.disk_moments import DiskMoments
 from engine.zero.offload.scratch_folder import PREFIX
 from tests.zero.offload.failing_disk import EIO, ENOSPC, FOREVER, failing, garbled, short, torn
-from tests.zero.offload.test_disk import on_disk
+from tests.zero.offload.test_disk import on_disk, read, write
 from tests.zero.offload.test_offloaded_training import Case, bits, settings, trained, unequal
 from tests.zero.small import batch, start
 
@@ -183,12 +183,12 @@ def test_a_block_that_fails_is_moved_again(tmp_path: Path, fault: Fault, monkeyp
 def test_transfers_that_move_less_are_gone_on_with(tmp_path: Path, size: int) -> None:
     file, data = BlockFile(tmp_path / "file", size), torch.arange(size, dtype=torch.int32).to(torch.uint8)
     direct = file.direct
-    with failing("write", short, "file") as written, failing("read", short, "file") as read:
+    with failing("write", short, "file") as writes, failing("read", short, "file") as reads:
         for place in (bytearray(size), sector_memory(size).numpy().data):  # without and with a begin on a sector
-            file.write(data.numpy().data)
-            file.read(memoryview(place))
+            write(file, data.numpy().data)
+            read(file, memoryview(place))
             assert bytes(place) == data.numpy().tobytes()
-    assert len(written) >= 2 * size // (2 * SECTOR) <= len(read)
+    assert len(writes) >= 2 * size // (2 * SECTOR) <= len(reads)
     assert file.direct == direct, "each call begins on a sector"
     file.close()
 
@@ -271,9 +271,9 @@ def test_direct_transfers_that_are_refused_go_through_the_page_cache(tmp_path: P
     refusing = _OnceRefusing()
     file, page = BlockFile(tmp_path / "file", 3 * BLOCK, refusing), sector_memory(3 * BLOCK)
     refuses = file.direct  # else this file system has said so when the file was made
-    file.write(page.random_().numpy().data)
+    write(file, page.random_().numpy().data)
     into = torch.zeros_like(page)
-    file.read(into.numpy().data)
+    read(file, into.numpy().data)
     assert torch.equal(into, page) and len(refusing.left) == refuses
     file.close()
 

@@ -176,7 +176,7 @@ def test_a_shard_is_copied_one_group_before_its_turn_and_each_time_it_is_gathere
         assert gatherer is not None
         enter = gatherer.enter
 
-        def copied(source: ShardSource, flat: FlatBucket) -> Tensor:
+        def copied(flat: FlatBucket) -> Tensor:
             events.append(number.get(id(flat), "frozen"))
             return of(flat)
 
@@ -184,7 +184,7 @@ def test_a_shard_is_copied_one_group_before_its_turn_and_each_time_it_is_gathere
             events.append(f"enter {group}")
             enter(group)
 
-        monkeypatch.setattr(ShardSource, "of", copied)
+        monkeypatch.setattr(ShardSource, "of", staticmethod(copied))
         monkeypatch.setattr(gatherer, "enter", entered)
         eng.train_batch(batch(eng, 0)[:4])
         planned = eng.plan.gathers(eng.grid.coord())

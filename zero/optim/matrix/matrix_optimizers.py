@@ -19,6 +19,8 @@ class FlatMatrixOptimizer(FlatOptimizer):
     update directions in ``directions``; :class:`MatrixUpdates` then computes the updates across ranks.
     """
 
+    rules: type[MuonRule | SoapRule | ShampooRule]
+    """Class of the update rule."""
     apart = False
     """True if a tensor is a shard of a matrix, or contains several matrices."""
     reads_weights = False
@@ -36,7 +38,7 @@ class FlatMatrixOptimizer(FlatOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> MatrixRule:
         """Returns the update rule with the hyperparameters of a parameter group."""
-        raise NotImplementedError
+        return self.rules.of(group)
 
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
         """Returns the direction [as weight]: the gradient."""
@@ -63,18 +65,16 @@ class FlatMatrixOptimizer(FlatOptimizer):
 class FlatMuon(FlatMatrixOptimizer):
     """Muon. It stores one momentum per weight. The update of a matrix needs the momenta of all its weights."""
 
+    rules = MuonRule
+
     @property
     def moment_names(self) -> tuple[str, ...]:
         """Name of the momentum tensor: "momentum_buffer"."""
         return ("momentum_buffer",)
 
-    def rule(self, group: Mapping[str, Any]) -> MuonRule:
-        """Returns Muon's update rule with the hyperparameters of a parameter group."""
-        return MuonRule.of(group)
-
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
         """Returns the direction [as weight]; zero for parameters without a gradient, which keep their momenta."""
-        (momentum,), rule = self._moments([weight], "momentum_buffer"), self.rule(group)
+        (momentum,), rule = self._moments([weight], "momentum_buffer"), MuonRule.of(group)
         assert weight.grad is not None
         pieces = self.pieces.get(weight)
         if pieces is None:
@@ -90,11 +90,8 @@ class FlatSOAP(FlatMatrixOptimizer):
     For shards, :class:`MatrixUpdates` stores this state.
     """
 
+    rules = SoapRule
     families = SOAP_STATE
-
-    def rule(self, group: Mapping[str, Any]) -> SoapRule:
-        """Returns SOAP's update rule with the hyperparameters of a parameter group."""
-        return SoapRule.of(group)
 
 
 class FlatShampoo(FlatMatrixOptimizer):
@@ -102,8 +99,5 @@ class FlatShampoo(FlatMatrixOptimizer):
     :class:`MatrixUpdates` stores this state.
     """
 
+    rules = ShampooRule
     families = SHAMPOO_STATE
-
-    def rule(self, group: Mapping[str, Any]) -> ShampooRule:
-        """Returns Shampoo's update rule with the hyperparameters of a parameter group."""
-        return ShampooRule.of(group)

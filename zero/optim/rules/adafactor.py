@@ -31,11 +31,10 @@ from engine.kernels.optim.update_rules import (
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Traffic, sent_bytes
 from engine.parallel.shard_table import Range, ShardRow
-from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeShapes, WholeState
-from engine.zero.optim.rules.counted_parts import LABEL, CountedPart, SumRoutes, counted_parts
+from engine.zero.optim.rules.counted_parts import LABEL, CountedPart, SummedUpdates, SumRoutes, counted_parts
 
 
 class FlatAdafactor(FlatOptimizer):
@@ -75,7 +74,7 @@ class FactorRoutes(SumRoutes):
         )
 
 
-class FactoredUpdates:
+class FactoredUpdates(SummedUpdates):
     """Adafactor's updates of all sharded parameters on this rank, once per step. Sums over a parameter, such as row
     means, are all-reduced between the ranks with its shards.
 
@@ -85,16 +84,13 @@ class FactoredUpdates:
     """
 
     families = frozenset({ROWS, COLUMNS, SQUARES})
-    by_owner = False
-    on_all_data_ranks = True
+    _routes: FactorRoutes
 
     def __init__(
         self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer, routes: FactorRoutes, comm: Comm
     ) -> None:
-        self._places, self._inner, self._routes, self._comm = places, inner, routes, comm
-        self._numbers = {row.name: number for number, row in enumerate(routes.rows)}
+        super().__init__(places, inner, routes, comm)
         self._holder = comm.grid.holder()
-        self._device = places[0].flat.params.device if places else torch.device("cpu")
         parts = inner.parts.values() if isinstance(inner, CompositeOptimizer) else [inner]
         self._makers = [part for part in parts if isinstance(part, FlatAdafactor)]
         self.state: dict[str, dict[str, Tensor]] = {}
@@ -105,10 +101,6 @@ class FactoredUpdates:
         means and column means; a vector has one mean for each element.
         """
         return {row.name: mean_shapes(row.shape) for row in self._routes.rows}
-
-    def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the parameters in the bucket ``flat`` that this object updates."""
-        return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._numbers)
 
     def forget(self) -> None:
         """Deletes the running means of squared gradients; the next update starts new ones."""
@@ -164,10 +156,6 @@ class FactoredUpdates:
             for kind, values in local.items():
                 self._add(whole[name][kind], values, self._routes.rows[self._numbers[name]], kind)
         return norms
-
-    def _reduce(self, sums: Tensor) -> None:
-        for axis, _ in self._routes.axes:
-            self._comm.all_reduce(sums, axis, LABEL).wait()
 
     def _update(self, part: CountedPart, scales: WholeState) -> Tensor:
         least = AdafactorRule.of(self._group(part.row)).least(part.weights.dtype)

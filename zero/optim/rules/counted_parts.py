@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.optim.update_rules import MatrixPiece
+from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis, Grid, ShardHolder
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
@@ -119,3 +120,25 @@ def _counted(row: ShardRow, piece: MatrixPiece, holder: ShardHolder) -> tuple[sl
     if not runs and place == piece.start:
         return None
     return (*runs, slice(place - piece.start, piece.stop - piece.start)) if place < piece.stop else tuple(runs)
+
+
+class SummedUpdates:
+    """Base class of updates that need sums over whole parameters, which the ranks with their elements all-reduce."""
+
+    by_owner = False
+    on_all_data_ranks = True
+
+    def __init__(
+        self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer, routes: SumRoutes, comm: Comm
+    ) -> None:
+        self._places, self._inner, self._routes, self._comm = places, inner, routes, comm
+        self._numbers = {row.name: number for number, row in enumerate(routes.rows)}
+        self._device = places[0].flat.params.device if places else torch.device("cpu")
+
+    def names(self, flat: FlatBucket) -> frozenset[str]:
+        """Returns the names of the parameters in the bucket ``flat`` that this object updates."""
+        return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._numbers)
+
+    def _reduce(self, sums: Tensor) -> None:
+        for axis, _ in self._routes.axes:
+            self._comm.all_reduce(sums, axis, LABEL).wait()

@@ -18,11 +18,10 @@ from torch.optim.optimizer import ParamsT
 from engine.kernels.optim.update_rules import LambRule, LarsRule, LayerRule, Moments
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Traffic, sent_bytes
-from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeShapes, WholeState
-from engine.zero.optim.rules.counted_parts import LABEL, CountedPart, SumRoutes, counted_parts
+from engine.zero.optim.rules.counted_parts import LABEL, CountedPart, SummedUpdates, SumRoutes, counted_parts
 
 _SUM = torch.float64
 
@@ -34,6 +33,8 @@ class FlatLayerwise(FlatOptimizer):
     them; :class:`LayerwiseUpdates` then updates them across ranks.
     """
 
+    rules: type[LayerRule]
+    """Class of the update rule."""
     apart = False
     """True if tensors are shards of parameters, or contain several."""
 
@@ -52,7 +53,7 @@ class FlatLayerwise(FlatOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> LayerRule:
         """Returns the update rule with the hyperparameters of a parameter group."""
-        raise NotImplementedError
+        return self.rules.of(group)
 
     def moments(self, weight: Tensor, group: Mapping[str, Any]) -> Moments:
         """Returns the moments of ``weight``, in its shape, ordered as ``moment_names`` of the group's update rule.
@@ -79,17 +80,13 @@ class FlatLayerwise(FlatOptimizer):
 class FlatLamb(FlatLayerwise):
     """LAMB over flat tensors. It stores Adam's two moments per weight."""
 
-    def rule(self, group: Mapping[str, Any]) -> LambRule:
-        """Returns LAMB's update rule with the hyperparameters of a parameter group."""
-        return LambRule.of(group)
+    rules = LambRule
 
 
 class FlatLARS(FlatLayerwise):
     """LARS over flat tensors. It stores one momentum per weight."""
 
-    def rule(self, group: Mapping[str, Any]) -> LarsRule:
-        """Returns the update rule of LARS with the hyperparameters of a parameter group."""
-        return LarsRule.of(group)
+    rules = LarsRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,7 @@ class LayerRoutes(SumRoutes):
         return tuple(Traffic(axis, LABEL, 1, sent_bytes("all_reduce", size, ranks)) for axis, ranks in self.axes)
 
 
-class LayerwiseUpdates:
+class LayerwiseUpdates(SummedUpdates):
     """Updates of sharded parameters by LAMB and LARS, once per step. Ranks all-reduce only norms of the parameters;
     each rank stores the moments of its own shards.
 
@@ -113,25 +110,17 @@ class LayerwiseUpdates:
     """
 
     families = frozenset[str]()
-    by_owner = False
-    on_all_data_ranks = True
 
     def __init__(
         self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer, routes: LayerRoutes, comm: Comm
     ) -> None:
-        self._places, self._inner, self._routes, self._comm = places, inner, routes, comm
-        self._names = frozenset(row.name for row in routes.rows)
-        self._device = places[0].flat.params.device if places else torch.device("cpu")
+        super().__init__(places, inner, routes, comm)
         parts = inner.parts.values() if isinstance(inner, CompositeOptimizer) else [inner]
         self._makers = [part for part in parts if isinstance(part, FlatLayerwise)]
         for maker in self._makers:
             maker.apart = True
         self.state: WholeState = {}
         self.shapes: WholeShapes = {}
-
-    def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the names of the parameters in the bucket ``flat`` that this object updates."""
-        return frozenset(slot.name for slot in flat.bucket.slots) & self._names
 
     def forget(self) -> None:
         """Does nothing, because LAMB and LARS have no state other than moments."""
@@ -157,12 +146,11 @@ class LayerwiseUpdates:
             rule.take_in(part.grads, moments)
             squares[part.number, 0] += part.square(part.weights)
             squares[part.number, 1] += part.square(rule.measured(part.weights, part.grads, moments, step))
-        for axis, _ in self._routes.axes:
-            self._comm.all_reduce(squares, axis, LABEL).wait()
+        self._reduce(squares)
         norms = squares.sqrt_()
         for part, rule, moments, step in used:
             rule.apply_(part.weights, part.grads, moments, step, norms[part.number])
-        yield self._names
+        yield frozenset(self._numbers)
 
     def _of(
         self, part: CountedPart, makers: Mapping[Tensor, FlatLayerwise], missed: Mapping[str, int]

@@ -54,8 +54,6 @@ class Column:
 
     def pieces(self, pieced: Pieced) -> Tensor:
         y, whole = gather_multiply(self.x, self.weight, self.bias, pieced)
-        if whole is None:
-            whole = gather_to(self.x, self.axis, -2, self.label)
         return y + nn.functional.linear(whole, self.other)
 
     def results(self, y: Tensor) -> Results:
@@ -124,13 +122,12 @@ def test_whole_numbers_come_out_exactly(kind: type[Column], pieces: int, lead: t
 
 
 @pytest.mark.parametrize("kind", [Column, Row])
-@pytest.mark.parametrize("regather", [False, True])
 @pytest.mark.parametrize("run", [plainly, recomputed, under_autocast])
-def test_results_are_those_of_the_plain_form(kind: type[Column], regather: bool, run: Run) -> None:
+def test_results_are_those_of_the_plain_form(kind: type[Column], run: Run) -> None:
     make = lambda kind, axis: kind(axis, False, True, False, (3,))  # noqa: E731
     bound = 1e-2 if run is under_autocast else 1e-6
     for pieces in (1, 2):
-        for found, expected in both(kind, make, run, pieces=pieces, regather=regather):
+        for found, expected in both(kind, make, run, pieces=pieces):
             for name in expected:
                 assert found[name].dtype == expected[name].dtype
                 deviation = (found[name] - expected[name]).abs().max() / expected[name].abs().max()
@@ -205,33 +202,10 @@ def test_a_piece_travels_while_another_is_multiplied(events: dict[int, list[str]
     assert order(Row, events, pieces=2) == ([*SCATTERED, *ENDS], [*GATHERED, "dW"])
 
 
-def test_what_is_gathered_once_more_travels_behind_the_input_gradient(events: dict[int, list[str]]) -> None:
-    _, backward = order(Column, events, pieces=2, regather=True)
-    assert backward == ["start gather", *SCATTERED, "end gather", "dW", *ENDS]
-
-
 def test_one_piece_is_the_plain_form(events: dict[int, list[str]]) -> None:
     for kind in (Column, Row):
         assert order(kind, events) == order(kind, events, pieces=1)
     assert order(Row, events)[0] == ["product", "start scatter", "end scatter"]
-
-
-def test_regathering_keeps_a_part_only() -> None:
-    def body(axis: TensorAxis) -> list[int]:
-        column = Column(axis, True, False, False, ())
-        kept: list[int] = []
-
-        def pack(saved: Tensor) -> Tensor:
-            kept.append(saved.numel())
-            return saved
-
-        for regather in (False, True):
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-                gather_multiply(column.x, column.weight, None, Pieced(axis, COLUMN_INPUTS, regather=regather))
-        return kept
-
-    weight = IN * OUT
-    assert run_tensor_ranks(SIZE, body) == [[ROWS * IN, weight, ROWS * IN // SIZE, weight]] * SIZE
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
@@ -296,9 +270,9 @@ def test_a_dry_run_has_the_shapes_and_tells_what_will_be_sent() -> None:
         part, x = torch.zeros(3, 4, IN, requires_grad=True), torch.zeros(3, 8, IN, requires_grad=True)
         weight, size = torch.zeros(OUT, IN, requires_grad=True), 3 * 8 * 4
         with axis.dry_run():
-            y, whole = gather_multiply(part, weight, None, Pieced(axis, COLUMN_INPUTS, 2, regather=True))
-            assert y.shape == (3, 8, OUT) and whole is None
-            kinds = [("all_gather", False), ("all_gather", True), ("reduce_scatter", True)]
+            y, whole = gather_multiply(part, weight, None, Pieced(axis, COLUMN_INPUTS, 2))
+            assert y.shape == (3, 8, OUT) and whole.shape == (3, 8, IN)
+            kinds = [("all_gather", False), ("reduce_scatter", True)]
             assert sorted(told) == [(op, COLUMN_INPUTS, size * IN, backward) for op, backward in kinds]
             told.clear()
             y = multiply_scatter(x, weight, Pieced(axis, ROW_OUTPUTS, 2))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from engine.errors import EngineError
 from engine.kernels.device import finish, host_bytes, is_host
 from engine.parallel.trace.absent_parameter import AbsentParameter, conceal, reveal
-from engine.zero.state_inventory import Home, StateInventory, StateTensor
+from engine.zero.state.state_inventory import Home, StateInventory, StateTensor
 
 MOMENTS, MASTERS, PARAMETERS, GRADIENTS = "optim_states", "hp_params", "lp_params", "lp_grads"
 KINDS = (MOMENTS, MASTERS, PARAMETERS, GRADIENTS)

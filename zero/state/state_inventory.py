@@ -18,61 +18,15 @@ from enum import Enum, auto
 from typing import Protocol
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from engine.parallel.grid import Axis, Grid, Spread
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
-
-
-class UpdatedTensor(Protocol):
-    """Interface of a tensor that an optimizer updates: a range of elements of a flat bucket."""
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """``nn.Parameter`` object that represents this tensor in the optimizer's parameter groups."""
-
-    @property
-    def flat(self) -> FlatBucket:
-        """Flat bucket that contains the tensor's elements."""
-
-    @property
-    def part(self) -> slice:
-        """Range of the bucket's elements that this tensor covers."""
-
-    def names(self) -> list[str]:
-        """Returns the names of the model parameters with elements in this tensor."""
-
-
-class KeepsWhole(Protocol):
-    """Interface of an update rule with state for whole parameters, such as Muon or Adafactor. State and parameter may
-    differ in shape.
-    """
-
-    @property
-    def on_all_data_ranks(self) -> bool:
-        """True if every data rank stores all of the state, False if the data ranks divide it."""
-
-    @property
-    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """State tensors on this rank, by parameter name, then by state name such as "exp_avg_sq"."""
-
-
-class HoldsMoments(Protocol):
-    """Interface of the engine's optimizer: its updated tensors and their state, for :class:`StateInventory`."""
-
-    @property
-    def places(self) -> Sequence[UpdatedTensor]:
-        """Tensors that the optimizer updates on this rank."""
-
-    @property
-    def inner(self) -> Optimizer:
-        """Wrapped ``torch.optim.Optimizer``; its ``state`` has the parameter objects of ``places`` as keys."""
-
-    @property
-    def whole(self) -> Sequence[KeepsWhole]:
-        """Update rules with state for whole parameters, in addition to the per-element state of ``inner``."""
+from engine.zero.gather.gatherer import ParameterGatherer
+from engine.zero.optim.optimizer_tensors import WholeUpdates
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+from engine.zero.reduce.reducer import Reducer
 
 
 class HoldsCompanions(Protocol):
@@ -92,27 +46,6 @@ class HoldsCompanions(Protocol):
 
     def forget(self) -> None:
         """Discards or resets the feature's tensors, after the user has replaced the weights."""
-
-
-class HoldsResiduals(Protocol):
-    """Interface of a gradient reducer that stores the encoding errors of quantized gradients."""
-
-    @property
-    def residuals(self) -> Mapping[str, Tensor]:
-        """Encoding errors of quantized gradients, by a name that is unique on this rank."""
-
-
-class HoldsSecondary(Protocol):
-    """Interface of a parameter gatherer with secondary shards (ZeRO++ hpZ): copies of the parameters, sharded within
-    one node.
-    """
-
-    @property
-    def secondary(self) -> Sequence[Tensor]:
-        """Secondary shards on this rank, one tensor for each bucket that has one."""
-
-    def end(self) -> None:
-        """Frees gathered parameters that a forward has left in memory for its backward."""
 
 
 class Home(Enum):
@@ -193,12 +126,12 @@ class StateInventory:
     trained: Sequence[FlatBucket]
     frozen: Sequence[FlatBucket]
     """Buckets of frozen sharded parameters; other frozen parameters stay in the model."""
-    optimizer: HoldsMoments
+    optimizer: ShardedOptimizer
     companions: list[HoldsCompanions] = field(default_factory=list)
     """Features with a tensor for each updated one, which checkpoints store: averages, anchors of the outer loop."""
-    reducer: HoldsResiduals | None = None
+    reducer: Reducer | None = None
     encoder: MessageEncoder | None = None
-    gatherer: HoldsSecondary | None = None
+    gatherer: ParameterGatherer | None = None
     grid: Grid = field(default_factory=Grid)
     """Grid with this rank's coordinates."""
 
@@ -275,7 +208,7 @@ class StateInventory:
                 else:
                     yield replace(held, name=next(iter(place.names()), "padding of a bucket"))
 
-    def whole_state(self, updates: KeepsWhole) -> Iterator[StateTensor]:
+    def whole_state(self, updates: WholeUpdates) -> Iterator[StateTensor]:
         """Yields the state tensors of ``updates``, an update rule with state for whole parameters."""
         for name, own in updates.state.items():
             for kind, value in own.items():

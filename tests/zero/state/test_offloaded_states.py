@@ -11,7 +11,7 @@ import torch
 
 import engine
 from engine.engine import Engine
-from engine.zero.offload.offloaded_states import GRADIENTS, KINDS, MASTERS, MOMENTS, PARAMETERS, chosen_kinds
+from engine.zero.state.offloaded_states import GRADIENTS, KINDS, MASTERS, MOMENTS, PARAMETERS, chosen_kinds
 from tests.selection import wide
 from tests.zero.offload.test_offloaded_training import Case, bits, settings, unequal
 from tests.zero.small import batch, forget_the_living, live_bytes, start
@@ -239,7 +239,7 @@ def test_bad_input_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         def refuses(*_: object) -> None:
             raise RuntimeError("the system has no such memory\nfrom a stack")
 
-        monkeypatch.setattr("engine.zero.offload.offloaded_states.host_bytes", refuses)
+        monkeypatch.setattr("engine.zero.state.offloaded_states.host_bytes", refuses)
         with pytest.raises(
             engine.EngineError, match=r"cannot allocate \d+ bytes of memory .the system has no such memory.;"
         ):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
-from engine.zero.state_inventory import Home
+from engine.zero.state.state_inventory import Home
 from tests.zero.small import batch, start
 
 BF16 = {"bf16": {"enabled": True}}
