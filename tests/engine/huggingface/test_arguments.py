@@ -92,21 +92,6 @@ def test_bf16_is_autocast_unless_the_configuration_has_a_section_for_it() -> Non
             "pass an optimizer with its own groups to Trainer as optimizers=.",
         ),
         (
-            {"optimizer": [{"type": "Muon"}, {"type": "AdamW"}]}, {},
-            "optimizer is a list in engine_config, but TrainingArguments describe it, and engine_config only repeats "
-            "their values in one object; remove it from engine_config.",
-        ),
-        (
-            {"scheduler": "WarmupLR"}, {},
-            "scheduler is a str in engine_config, but TrainingArguments describe it, and engine_config only repeats "
-            "their values in one object; remove it from engine_config.",
-        ),
-        (
-            {"bf16": True}, {},
-            "bf16 is a bool in engine_config, but TrainingArguments describe it, and engine_config only repeats their "
-            "values in one object; remove it from engine_config.",
-        ),
-        (
             {"optimizer": {"params": {"betas": 0.9}}}, {},
             "optimizer.params.betas is 0.9 in engine_config and adam_beta1, adam_beta2 is [0.9, 0.999] in "
             'TrainingArguments, but a run has one; set the same value, or "auto" in engine_config.',
