@@ -65,7 +65,7 @@ def test_a_repeated_output_ends_quietly(tmp_path: Path, monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(watch_command, "flight_folder", lambda: tmp_path)
-    monkeypatch.setattr(watch_command.time, "sleep", interrupted)
+    monkeypatch.setattr("engine.launch.watch_command.time.sleep", interrupted)
     assert main(["watch", "--every", "1"]) == 130
     for wrong in ("-1", "nan", "1e7"):
         with pytest.raises(SystemExit, match="2"):

@@ -70,8 +70,9 @@ def test_gpus_are_counted_and_their_absence_is_told(
     for given, second in (("2, 0", "0"), ("GPU-8a,GPU-8b", "GPU-8b")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
         assert f" CUDA_VISIBLE_DEVICES={second} " in dry(capsys, "--include", "localhost:1", "job.py")
-    assert "=1,2 " in (told := dry(capsys, "--export", "CUDA_VISIBLE_DEVICES=1,2", "job.py"))
-    assert "--nproc-per-node=2 " in told
+    exported = dry(capsys, "--export", "CUDA_VISIBLE_DEVICES=1,2", "job.py")
+    assert "=1,2 " in exported
+    assert "--nproc-per-node=2 " in exported
 
 
 def test_hosts_of_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
