@@ -117,7 +117,8 @@ class ParameterGatherer:
         self.refuse_opened("a step")
         self._whole.drop_secondary()
         self._to_come = deque(passes)
-        self._calls_of.clear()
+        if not torch.is_grad_enabled() or len({one.op for one in passes}) != 1:  # a user's loop has backwards apart
+            self._calls_of.clear()
         if self._once:  # also on a rank without passes, whose shards the others need
             self._ask_all()
 

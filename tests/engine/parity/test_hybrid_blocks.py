@@ -1,6 +1,7 @@
 """Lists of blocks of several classes, and stages that begin inside a block: trained as in one process."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.verify import verify
+import engine
+from engine.parallel.comm.threads import run_thread_ranks
+from engine.parallel.comm.world import World
+from engine.verify import Parity, TrainingRecord, train_alone, verify
+from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
+from engine.zero.reduce.reducer import Backward
 from tests import models
 from tests.engine.parity.launches import settings
 
@@ -125,6 +131,48 @@ def test_experts_chosen_by_content_stay_in_their_block() -> None:
     batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(3))]
     found = verify(Rows, settings(2), batches, threads=2)
     assert found is not None and found.holds(), str(found)
+
+
+def undropped() -> nn.Module:
+    """Rows without dropout."""
+    model = Rows()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def looped(config: dict[str, Any], batch: Tensor, world: World) -> TrainingRecord:
+    """Body of a rank: two steps of an own loop over the stages, on two microbatches of eight rows each."""
+    with engine.initialize(undropped, config, example_batch=batch[:8], world=world) as eng:
+        eng.open_pipeline()
+        reports = []
+        for _ in range(2):
+            for rows in torch.chunk(batch, 4)[2 * eng.grid.row_rank :][:2]:
+                eng.backward(eng(rows))
+                report = eng.step()
+            assert report is not None
+            reports.append(report)
+        weights = eng.full_state_dict()
+    return TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights)
+
+
+def test_a_loop_over_stages_chooses_other_experts_on_each_data_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward, unequal = MicrobatchReducer.backward, list[bool]()
+
+    def watched(reducer: MicrobatchReducer, which: Backward) -> Any:
+        unequal.append(which.unequal)
+        return backward(reducer, which)
+
+    monkeypatch.setattr(MicrobatchReducer, "backward", watched)
+    batch = torch.randn(32, 8, generator=torch.Generator().manual_seed(3))
+    batch[16:] = batch[16]  # the second data rank's rows choose one expert, those of the first choose all
+    config = settings(2, parallel={"data": 2}, zero_optimization={"stage": 3, "reduce": "microbatch"})
+    config |= {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8}
+    ranks = run_thread_ranks(4, partial(looped, config, batch))
+    alone = train_alone(undropped, config, [batch] * 2, world=World(0, 4, 0, torch.device("cpu")))
+    assert Parity(ranks[0], alone).holds(), str(Parity(ranks[0], alone))
+    assert any(unequal), "otherwise a rank may reduce a bucket while another one gathers"
 
 
 @pytest.mark.long
