@@ -230,6 +230,8 @@ class ModelTrace:
     """True if any operation draws random numbers."""
     host_random: bool = False
     """True if the model draws from the generators of Python or NumPy."""
+    reads_batch: bool = field(default=False, compare=False)
+    """True if code between units reads content of the batch, as numbers or shapes, and may choose a path by it."""
     on_zeros: tuple[OnZeros, ...] = field(default=(), compare=False)
     """Operations that ran on zeros instead of data."""
 

@@ -58,6 +58,8 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.random_read: str | None = None
         """First place where code between units reads a random number on the host, or None."""
+        self.reads_batch = False
+        """True after code between units has read content of the batch, as numbers or shapes."""
         self.calls: list[Call] = []
         self.glue: list[Glue] = []
         self.meter = OperationMeter()
@@ -179,6 +181,7 @@ class Recorder(TorchFunctionMode):
             if isinstance(leaf, Tensor) and not _is_wrapped(leaf):
                 self._twins.notice(leaf)
         if self._call is None:
+            self.reads_batch |= operation.tells_content(out)
             self._follow_random(operation, out)
         return out
 

@@ -116,6 +116,7 @@ _KEEPS_STATISTICS: Mapping[Any, str] = MappingProxyType(
 )
 """Functions that update buffers passed to them, and the argument that enables it."""
 _BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+_SHAPED_BY_CONTENT = ("nonzero", "argwhere", "masked_select", "bincount", "unique", "_unique")
 _DIFFERENTIATES = frozenset(("backward", "grad"))
 
 
@@ -240,6 +241,16 @@ class Operation:
         if isinstance(self.function, _BUILT_IN):
             return True
         return getattr(self.function, "__module__", None) in ("torch.functional", "torch.nn.functional")
+
+    def tells_content(self, out: Any) -> bool:
+        """Returns True if ``out``, the operation's result, shows elements of its tensors to Python code, by a number or
+        a shape.
+        """
+        if self.is_metadata or not self.tensors:
+            return False
+        masks = self.name == "__getitem__" and any(leaf.dtype == torch.bool for leaf in self.tensors[1:])
+        tensors = any(isinstance(leaf, Tensor) for leaf in plain_leaves(out))
+        return masks or self.name.startswith(_SHAPED_BY_CONTENT) or not (tensors or self.written)
 
     @property
     def differentiates(self) -> bool:

@@ -106,6 +106,7 @@ def _trace_opened(
         result=result,
         random=recorder.meter.draws,
         host_random=host,
+        reads_batch=recorder.reads_batch,
         on_zeros=recorder.on_zeros,
     )
     if problems:

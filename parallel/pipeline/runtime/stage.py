@@ -38,29 +38,24 @@ from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.runtime.stage_forward import StageForward, StopForward, leaves_of
 from engine.parallel.trace.absent_parameter import conceal
 from engine.parallel.trace.model_trace import FromArgument, FromValue, ModelTrace, Recipe
-from engine.parallel.trace.torch_function import Function, Operation, functions_shown_to, user_place, wrapper_among
+from engine.parallel.trace.torch_function import (
+    Function,
+    Operation,
+    functions_shown_to,
+    plain_leaves,
+    user_place,
+    wrapper_among,
+)
 
 _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
 
-class GlueForward(StageForward, TorchFunctionMode):
-    """Forward of one stage: it runs the stage's module calls and operations between calls.
-
-    Calls and operations of other stages return received tensors, and NaN for tensors not received. A difference from
-    the recorded forward raises EngineError.
-    """
+class WatchingForward(StageForward, TorchFunctionMode):
+    """Base of a stage's forward that sees the torch functions between module calls."""
 
     def _prepare(self) -> None:
         TorchFunctionMode.__init__(self)
-        self._operations = 0
         self._quiet = False
-        self._here: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
-        """(tensor of a value, True if it has content here) by the tensor's id."""
-        self._written: dict[int, tuple[torch.UntypedStorage, bool]] = {}
-        """(storage that values were written to, True if its content is here) by storage id; stored, so that ids stay
-        unique."""
-        present = self.plan.parameters
-        self._of_model = {id(parameter): name in present for name, parameter in self._parameters.items()}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -73,6 +68,110 @@ class GlueForward(StageForward, TorchFunctionMode):
             with self:
                 return wrapper.__torch_function__(func, types, args, kwargs)
         return self._show(func, args, kwargs or {})
+
+    def _show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._quiet or self.inside:
+            return function(*args, **kwargs)
+        operation = Operation(function, args, kwargs)
+        with self._aside():
+            return self._run(operation)
+
+    def _run(self, operation: Operation) -> Any:
+        raise NotImplementedError
+
+    @contextmanager
+    def _in_unit(self) -> Iterator[None]:
+        # the mode is popped if it is the innermost: operations inside the unit are faster, and a compiler sees no mode
+        on_top = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
+        with super()._in_unit(), _pop_mode_temporarily() if on_top else nullcontext():
+            yield
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Marks the operations inside the context as the engine's own, not as events of the program."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+
+class PathForward(WatchingForward):
+    """Forward of one stage for code that chooses its path by content of the batch: it refuses a path on which this
+    stage needs a tensor that the recorded path does not bring here.
+    """
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._absent: dict[int, weakref.ref[Tensor]] = {}
+        present = self.plan.parameters
+        for name, parameter in self._parameters.items():
+            self._note(parameter, name not in present)
+
+    def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.skips_next():
+            self._need((args, kwargs), f"unit {unit!r}")
+        return super().call(unit, forward, args, kwargs)
+
+    def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
+        with self._aside():
+            out = super().skip(output, writes, arguments)
+        for leaf, tensor in zip(output.leaves, leaves_of(out), strict=True):
+            if isinstance(leaf, FromValue):
+                self._note(tensor, leaf.value not in self._received)
+        for position, number in writes:
+            self._note(arguments[position], number not in self._received)
+        return out
+
+    def give(self, result: Any) -> Any:
+        if self.plan.last:
+            self._need(result, "its result")
+        return result
+
+    def _run(self, operation: Operation) -> Any:
+        absent = operation.reads_values and not operation.is_blank and any(map(self._is_absent, operation.tensors))
+        out = operation.run()
+        if absent:
+            for leaf in (*plain_leaves(out), *operation.written):
+                self._note(leaf, True)
+        return out
+
+    def _need(self, tree: Any, reader: str) -> None:
+        if any(isinstance(leaf, Tensor) and self._is_absent(leaf) for leaf in plain_leaves(tree)):
+            raise EngineError(
+                f"the forward gives {reader} a tensor of another pipeline stage, which the recorded forward does not "
+                "use there; let the code between module calls read the same tensors for all contents of the batch, or "
+                "move the choice into a block."
+            )
+
+    def _is_absent(self, tensor: Tensor) -> bool:
+        noted = self._absent.get(id(tensor))
+        return noted is not None and noted() is tensor
+
+    def _note(self, leaf: Any, absent: bool) -> None:
+        if isinstance(leaf, Tensor):
+            self._absent.pop(id(leaf), None)
+            if absent:
+                self._absent[id(leaf)] = weakref.ref(leaf)
+
+
+class GlueForward(WatchingForward):
+    """Forward of one stage: it runs the stage's module calls and operations between calls.
+
+    Calls and operations of other stages return received tensors, and NaN for tensors not received. A difference from
+    the recorded forward raises EngineError.
+    """
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._operations = 0
+        self._here: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
+        """(tensor of a value, True if it has content here) by the tensor's id."""
+        self._written: dict[int, tuple[torch.UntypedStorage, bool]] = {}
+        """(storage that values were written to, True if its content is here) by storage id; stored, so that ids stay
+        unique."""
+        present = self.plan.parameters
+        self._of_model = {id(parameter): name in present for name, parameter in self._parameters.items()}
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
         with self._aside():
@@ -94,22 +193,6 @@ class GlueForward(StageForward, TorchFunctionMode):
             self._note(arguments[position], True)
         return out
 
-    @contextmanager
-    def _in_unit(self) -> Iterator[None]:
-        # the mode is popped if it is the innermost: operations inside the unit are faster, and a compiler sees no mode
-        on_top = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
-        with super()._in_unit(), _pop_mode_temporarily() if on_top else nullcontext():
-            yield
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Marks the operations inside the context as the engine's own, not as events of the program."""
-        before, self._quiet = self._quiet, True
-        try:
-            yield
-        finally:
-            self._quiet = before
-
     def _check_event(self, event: int, what: str) -> None:
         if event != self._calls + self._operations:
             expected = self._expected()
@@ -124,13 +207,9 @@ class GlueForward(StageForward, TorchFunctionMode):
         glue = self.trace.glue[self._operations]
         return f"{glue.name} at {glue.place}" if glue.calls_before == self._calls else "a call"
 
-    def _show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._quiet or self.inside:
-            return function(*args, **kwargs)
-        operation = Operation(function, args, kwargs)
+    def _run(self, operation: Operation) -> Any:
         free = operation.is_metadata or operation.is_blank or not any(map(self._knows, operation.tensors))
-        with self._aside():
-            return operation.run() if free else self._decide(operation)
+        return operation.run() if free else self._decide(operation)
 
     def _decide(self, operation: Operation) -> Any:
         index = self._operations
@@ -249,13 +328,13 @@ class Stage:
                 f"{plan.stage} receives the values {sorted(plan.receives)}; pass one tensor for each, and no other."
             )
         self._intercept(trace)
-        kind = GlueForward if plan.tier == 2 else StageForward
+        kind = GlueForward if plan.tier == 2 else PathForward if trace.reads_batch else StageForward
         run = kind(trace, plan, received, self._parameters, self._placeholders)
         result = None
         before, self._run = self._run, run
         try:
             with open_checkpoints(recompute=True), spread_checkpoints(run), run.watching():
-                result = program()
+                result = run.give(program())
         except StopForward as stop:
             if stop.run is not run:
                 raise

@@ -91,6 +91,10 @@ class StageForward:
         """Returns an empty context; a subclass may observe torch functions in it."""
         yield
 
+    def give(self, result: Any) -> Any:
+        """Returns ``result``, what the program returned; a subclass may refuse it."""
+        return result
+
     def takes(self, unit: str) -> bool:
         """Returns True if the recorded forward has calls of the module ``unit``, and no other recorded module is
         running.

@@ -420,6 +420,40 @@ def test_another_path_is_caught_by_name(kind: Any, other: str, stage: int, messa
     play.stages[stage].forward(timeline, plan, lambda: case.run(play.models[stage], batch), received)
 
 
+class Routed(Own):
+    """Reads a tensor of the first stage in the last one, if the batch says so."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        first, positive = x, x.sum(-1, keepdim=True) > 0
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == 3 and self.ids[0, 0] == 1:
+                x = x * 2
+            if i == 3 and self.ids[0, 0] == 2:
+                x = x + first
+            if i == 3 and self.ids[0, 0] == 3:
+                x = x * positive  # a placeholder of booleans is False, not NaN
+        return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.ids = ids
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_content_may_choose_a_path_only_among_tensors_of_the_stage(number: int) -> None:
+    case, model = Case(Routed, run_own, tokens), Routed()
+    batches = batches_of(case, 2)
+    for batch, first in zip(batches, (0, number), strict=True):
+        batch[0, 0] = first
+    timeline = trace_model(model, lambda: case.run(model, batches[0]))
+    play = Play(case, model, make_cut(timeline, 2))
+    if number == 1:
+        return check_play(play, timeline, model, batches)
+    with pytest.raises(EngineError, match=r"^the forward gives unit 'blocks.4' a tensor of another pipeline stage, wh"):
+        play.train(timeline, batches)
+
+
 def test_a_program_that_ends_early() -> None:
     case, model, _, timeline, cut = ready("own", 2)
     play = Play(case, model, cut)
