@@ -4,8 +4,9 @@
     backward                  tile 1: forward, backward; tile 0: ...    intermediate tensors of one tile at a time
 
 The modules are those of :mod:`engine.parallel.context.rows.rowwise` with intermediate tensors that are large next to
-their inputs and outputs: feed-forward layers, mixtures of experts, norms that compute in steps. Arctic Long Sequence
-Training (Bekman et al. 2025) tiles the feed-forward layers of some models.
+their inputs and outputs: feed-forward layers, mixtures of experts, norms that compute in steps. A module with dropout
+stays whole, since tiles would draw its mask in another order. Arctic Long Sequence Training (Bekman et al. 2025) tiles
+the feed-forward layers of some models.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +37,7 @@ class TilePlan:
     tokens: int
     modules: tuple[RowwiseModule, ...]
     notes: tuple[str, ...] = ()
-    """Line for the banner."""
+    """Lines for the banner."""
 
 
 def plan_tiles(found: Iterable[RowwiseModule], setting: int | Literal["auto"] | None, ranks: int) -> TilePlan | None:
@@ -50,10 +51,12 @@ def plan_tiles(found: Iterable[RowwiseModule], setting: int | Literal["auto"] | 
     if setting is None:
         return None
     gaining = (RowwiseModule(each.name, tuple(filter(_gains, each.forms))) for each in found)
-    modules = tuple(each for each in gaining if each.forms)
+    able = [each for each in gaining if each.forms]
+    modules = tuple(each for each in able if not any(form.draws for form in each.forms))
+    left = _note_of_drawing([each.name for each in able if each not in modules])
     if not modules:
         note = "no module is proven to treat positions one by one with large intermediate tensors, so none has tiles"
-        return TilePlan(0, (), (f"activation_checkpointing.tile_tokens: {note}",))
+        return TilePlan(0, (), left or (f"activation_checkpointing.tile_tokens: {note}",))
     form = max((form for each in modules for form in each.forms), key=lambda form: form.saved / form.stream)
     if setting == "auto":
         most = form.tokens // ranks * form.stream // (2 * form.saved)
@@ -63,7 +66,15 @@ def plan_tiles(found: Iterable[RowwiseModule], setting: int | Literal["auto"] | 
         tokens, why = setting, "as configured"
     noun = "module" if len(modules) == 1 else "modules"
     note = f"{len(modules)} {noun} such as {modules[0].name} run in tiles of {tokens} tokens, again in backward ({why})"
-    return TilePlan(tokens, modules, (f"activation_checkpointing.tile_tokens: {note}",))
+    return TilePlan(tokens, modules, (f"activation_checkpointing.tile_tokens: {note}", *left))
+
+
+def _note_of_drawing(names: Sequence[str]) -> tuple[str, ...]:
+    if not names:
+        return ()
+    nouns = "1 module, " if len(names) == 1 else f"{len(names)} modules such as "
+    note = f"no tiles for {nouns}{names[0]}, with dropout: tiles would draw other masks; set the dropout inside to 0"
+    return (f"activation_checkpointing.tile_tokens: {note}",)
 
 
 def _gains(form: ProvenForm) -> bool:
@@ -90,7 +101,7 @@ def _tiled(module: nn.Module, forms: Sequence[ProvenForm], tokens: int, again: A
         for form in forms:
             leaves = form.call.match(args, kwargs)
             if leaves is not None and (sizes := _tile_sizes(form, leaves, tokens)) is not None:
-                return _run(inner, form, _split(form, leaves, sizes), form.draws and module.training, again)
+                return _run(inner, form, _split(form, leaves, sizes), again)
         return inner(*args, **kwargs)
 
     return forward
@@ -117,10 +128,7 @@ def _split(form: ProvenForm, leaves: Sequence[Any], sizes: list[int]) -> list[li
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _run(
-    inner: Callable[..., Any], form: ProvenForm, tiles: list[list[Any]], draws: bool,
-    again: Again | None,
-) -> Any:  # fmt: skip
+def _run(inner: Callable[..., Any], form: ProvenForm, tiles: list[list[Any]], again: Again | None) -> Any:
     def whole(*leaves: Any) -> Any:
         # a tile of several sequences has gaps, which code that views its input as rows does not take
         return form.call.call(inner, [leaf.contiguous() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
@@ -130,7 +138,7 @@ def _run(
         for leaves in tiles:
             if torch.is_grad_enabled():
                 run = as_in_forward(whole, again)
-                out = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=draws)
+                out = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False)
             else:
                 out = whole(*leaves)
             outs.append(flatten_leaves(out)[0])

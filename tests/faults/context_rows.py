@@ -60,11 +60,11 @@ CONTEXT_ROWS = (
     ),
     Fault(
         name="tiles-draw-other-masks",
-        about="Dropout draws another mask when a tile runs again in backward.",
+        about="Modules with dropout run in tiles, which draw other masks than the whole module.",
         file=_TILES,
-        old="use_reentrant=False, preserve_rng_state=draws)",
-        new="use_reentrant=False, preserve_rng_state=False)",
-        tests=(f"{_TILED}::test_dropout_in_a_tile_draws_the_same_mask_again",),
+        old="if not any(form.draws for form in each.forms))",
+        new="if each.forms)",
+        tests=(f"{_TILED}::test_a_module_with_dropout_stays_whole_and_trains_as_one_process",),
     ),
     Fault(
         name="tiles-keep-intermediate-tensors",

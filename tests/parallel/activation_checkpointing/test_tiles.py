@@ -109,29 +109,34 @@ def test_auto_chooses_by_bytes_and_the_banner_has_one_line() -> None:
         assert "runs in tiles" in eng.explain("model.layers.1.mlp")
 
 
-def test_dropout_in_a_tile_draws_the_same_mask_again() -> None:
+def test_a_module_with_dropout_stays_whole_and_trains_as_one_process() -> None:
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, dropout: float) -> None:
             super().__init__()
-            self.mlp = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 8))
+            self.mlp = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 8))
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.mlp(x)
-            return out.square().sum()
+            out: Tensor = x + self.mlp(x)
+            return out
 
-    # a mask that differs in backward gives a gradient of the last product that is not that of its input
-    torch.manual_seed(0)
-    model, x = Block(), torch.randn(1, 12, 8)
-    settings = _settings(ONE, 0, 4) | {"train_batch_size": 1, "gradient_clipping": 0}
-    with engine.initialize(model, settings, example_batch=x) as eng:
-        assert eng.plan.tiles is not None and eng.plan.tiles.modules[0].forms[0].draws
-        given: list[Tensor] = []
-        last = model.mlp[3]
-        last.register_forward_pre_hook(lambda module, args: given.append(args[0].detach().clone()))
-        eng.train_batch(x)
-    assert len(given) == 6  # three tiles, and each again
-    again = given[5], given[4], given[3]
-    assert all(torch.equal(one, other) for one, other in zip(given[:3], again, strict=True))
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([Block(0.5), Block(0.0)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    x, settings = torch.randn(4, 12, 8, generator=torch.Generator().manual_seed(1)), _settings({"data": 2}, 0, 4)
+    result = verify(Two, settings, [x, x], threads=2)
+    assert result is not None and result.holds(), str(result)
+    settings = _settings(ONE, 0, 4) | {"train_batch_size": 4}
+    with engine.initialize(Two(), settings, example_batch=x) as eng:
+        assert eng.plan.tiles is not None and [each.name for each in eng.plan.tiles.modules] == ["layers.1"]
+        assert any("no tiles for 1 module, layers.0, with dropout" in note for note in eng.plan.notes)
 
 
 @pytest.mark.parametrize("other", [{"parallel": {"tensor": 2}}, {"compile": True}])
