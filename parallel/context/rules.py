@@ -18,8 +18,8 @@ from engine.parallel.context.recipe import TensorRecipe
 from engine.parallel.tensor.collectives import LOSS, sum_parts
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.index_runs import Runs, indices_of
-from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
-from engine.parallel.tensor.global_tensor.operands import fit
+from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, held_once
+from engine.parallel.tensor.global_tensor.operands import fit, pick
 from engine.parallel.tensor.global_tensor.redistribute import gather_global
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ def context_cross_entropy(context: "GlobalTensorContext", func: Function, *args:
     A mean or a sum is over the rows of all ranks. The mean all-reduces two numbers over axis cp.
 
     Raises:
-        NoRuleError: classes are sharded or weighted, or the target is a distribution.
+        NoRuleError: classes are sharded or weighted, the target is a distribution, or several dims of rows are sharded
+            and ranks share some rows.
     """
     bound = _CROSS_ENTROPY.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -129,7 +130,17 @@ def context_cross_entropy(context: "GlobalTensorContext", func: Function, *args:
         out = func(logits.local, own, reduction=a.reduction, **named)
         shape, sets = (tuple(target.shape), rows) if a.reduction == "none" else ((), ())
         return GlobalTensor(out, shape, sets, context)
-    total = func(logits.local, own, reduction="sum", **named)
+    local = logits.local
+    if not held_once(
+        rows
+    ):  # a row on several ranks, such as the first one of cat([x[:, :1], x[:, 1:]], 1), counts once
+        (cut, *more) = [dim for dim, index in enumerate(rows) if index is not None]
+        index = rows[cut]
+        if more or index is None:
+            raise NoRuleError("cross-entropy counts shared rows once along one sharded dim only.")
+        local = pick(context, local, cut + (cut >= classes), index, index.owned)
+        own = pick(context, own, cut, index, index.owned)
+    total = func(local, own, reduction="sum", **named)
     if a.reduction == "sum":
         return sum_parts(total, context.axis, LOSS)
     # half types round a count from 257 rows on

@@ -108,3 +108,34 @@ def test_a_loss_of_one_position_trains_as_one_process(pool: str) -> None:
     config = config_of({"data": 1, "context": 2})
     result = verify(partial(Pooled, pool), config, [{"input_ids": ids, "labels": labels}] * 2, None, threads=2)
     assert result is not None and result.holds(), str(result)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_row_that_every_rank_has_counts_once_in_a_cross_entropy(reduction: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=draw)
+    labels = torch.randint(0, WIDTH, (2, LENGTH), generator=draw)
+    labels[0, 3] = -100
+
+    def loss(x: Any) -> Tensor:
+        y = torch.cat([x[:, :1], x[:, 1:] * 2], 1)
+        flat = functional.cross_entropy(y.flatten(0, 1), labels.flatten(), reduction=reduction)
+        return flat + functional.cross_entropy(y.mT, labels, reduction=reduction)
+
+    one = x.clone().requires_grad_()
+    wanted = loss(one)
+    wanted.backward()
+    assert one.grad is not None
+    index = zigzag(LENGTH, 2)
+
+    def body(axis: TensorAxis) -> tuple[Tensor, Tensor | None]:
+        context = ContextOfSequences(axis)
+        context.positions_of(LENGTH)
+        local = x.index_select(1, torch.as_tensor(index.ranks[axis.index])).requires_grad_()
+        made = loss(GlobalTensor(local, tuple(x.shape), (None, index, None), context))
+        torch.autograd.backward(made / axis.size)
+        return made.detach(), local.grad
+
+    for held, (made, found) in zip(index.ranks, run_tensor_ranks(2, body), strict=True):
+        torch.testing.assert_close(made, wanted.detach())
+        torch.testing.assert_close(found, one.grad[:, held])
