@@ -315,7 +315,9 @@ class RankRuntime:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Opens a context for reads of weights between steps; first completes all updates."""
+        """Opens a context for reads of weights between steps; first completes all updates. The next publication does
+        not count frozen weights as changed, as it does after :meth:`changing`.
+        """
         reads = self.parts.find(BackgroundReads)
         changed = reads is not None and reads.changed
         with self.changing():
