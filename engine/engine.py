@@ -6,7 +6,6 @@ train_batch    complete the build (first batch) -> StepRunner.train -> report ->
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Any, Literal, NoReturn, Self, overload
 
@@ -32,6 +31,7 @@ from engine.parallel.pipeline.schedule.simulate import StepTimeline
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, join_outputs
 from engine.program.batch_rows import BatchRows
+from engine.program.program import outside_inference_mode
 from engine.reporting.banner import compare_traffic, say_what_compiles
 from engine.reporting.console import say_if_slow
 from engine.reporting.step_report import StepReport
@@ -424,7 +424,7 @@ class Engine(TrainingLoop, NamedState):
             module_only=load_module_only, optimizer_states=load_optimizer_states, strict=strict,
             scheduler_states=load_lr_scheduler_states,
         )  # fmt: skip
-        with self._parts.built.changing() if self._parts.built is not None else nullcontext():
+        with self._parts.built.changing() if self._parts.built is not None else outside_inference_mode():
             return self._parts.checkpoints.load(folder, self._parts.update, options, missing_ok)
 
     def copy_weights_from(self, other: "Engine") -> None:

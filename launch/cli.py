@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import sys
 from argparse import PARSER, REMAINDER, ArgumentParser, Namespace, _SubParsersAction
@@ -46,9 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # whoever read the output has ended, as in `trine schema | head`
+    except BrokenPipeError:
+        if not _has_no_reader():  # of a socket, or of a process that the command has started
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         return 128 + signal.SIGPIPE
+
+
+def _has_no_reader() -> bool:
+    """Returns True if the process that read the output has ended, as in `trine schema | head`."""
+    output = select.poll()
+    output.register(sys.stdout, select.POLLOUT)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in output.poll(0))
 
 
 class CommandParser(ArgumentParser):

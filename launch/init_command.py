@@ -216,5 +216,7 @@ def _found_from(module: str, out: Path) -> str:
 
 
 def _literal(path: Path) -> str:
-    """Returns a path as a literal of Python in double quotes, in which JSON's pairs of surrogates mean nothing."""
-    return json.dumps(str(path), ensure_ascii=False)
+    """Returns a path as a literal of Python in double quotes. Python reads no pairs of surrogates, as JSON writes them;
+    bytes that are no text are escaped.
+    """
+    return json.dumps(str(path), ensure_ascii=False).encode(errors="backslashreplace").decode()

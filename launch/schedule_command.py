@@ -99,8 +99,9 @@ def _cost(options: Namespace, config: Config | None) -> Cost:
     named = {word: getattr(options, word) for word in ("forward", "backward", "input", "weight", "transfer")}
     for word, time in named.items():
         if time is not None and not (_SHORTEST <= time <= 1 / _SHORTEST or (time == 0 and word != "forward")):
-            at_least = "more than 0" if word == "forward" else "0 or more"
-            raise ScheduleError(f"--{word} {time:g} is not a duration; give a number, {at_least}.")
+            least = "" if word == "forward" else "0, or "
+            numbers = f"{least}a number from {_SHORTEST:g} to {1 / _SHORTEST:g}"
+            raise ScheduleError(f"--{word} {time:g} is not a duration; give {numbers}.")
     known = (config and config.parallel.schedule_costs) or ScheduleCosts()
     half = None if options.backward is None else options.backward / 2
     into = _first(options.input, half, known.input)

@@ -41,9 +41,13 @@ def add_watch_options(command: ArgumentParser) -> None:
 
 def _seconds(text: str) -> float:
     """Parses a number of seconds, 0 or more, for which a process can sleep."""
-    if not 0 <= float(text) <= _MOST_SECONDS:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds <= _MOST_SECONDS:
         raise ArgumentTypeError(f"{text!r} is not a number from 0 to {_MOST_SECONDS}")
-    return float(text)
+    return seconds
 
 
 def show_ranks(options: Namespace) -> None:

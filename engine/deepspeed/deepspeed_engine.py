@@ -280,7 +280,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         counted = {"micro_steps": self.micro_steps, "client_state": client_state or {}} | self._counted.kept()
         self.engine.save_checkpoint(Path(save_dir, tag), counted, exclude_frozen_parameters).wait()
-        with all_or_none(self.engine.comm, self.engine.device, f"could not write the files beside {tag}"):
+        with all_or_none(self.engine.comm, self.engine.device, f"could not write the files next to {tag}"):
             if self.global_rank == 0:
                 write_script(Path(save_dir))
                 if save_latest:

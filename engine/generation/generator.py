@@ -69,7 +69,7 @@ class TextGenerator:
         Raises:
             EngineError: prompts, mask or ``sampling`` have a wrong shape or length, or a prompt is empty.
         """
-        with self._checking(self._runtime.comm.grid.row_ranks > 1 and isinstance(sampling, SamplingOptions)):
+        with self._checking(self._runtime.comm.grid.row_ranks > 1):
             prompts = _prompts(inputs, mask)
             refuse_empty(prompts)
             if not isinstance(sampling, SamplingOptions) and len(sampling) != len(prompts):
@@ -99,7 +99,7 @@ class TextGenerator:
         Raises:
             EngineError: there is no request, or a prompt is empty.
         """
-        with self._checking():
+        with self._checking(self._runtime.comm.grid.row_ranks > 1):
             refuse_empty([request.tokens for request in requests])
         return self._complete(requests)
 
@@ -138,7 +138,8 @@ class TextGenerator:
     def _checking(self, waits: bool = False) -> Iterator[None]:
         """Opens a check of this rank's prompts; if it fails on any rank, all ranks raise before a forward.
 
-        One all-reduce of 8 bytes over the world if forwards communicate, or with ``waits``.
+        One all-reduce of 8 bytes over the world if forwards communicate, or with ``waits``: the engine's sampler
+        communicates between data ranks if a model has no usable cache.
         """
         runtime = self._runtime
         self._runner.begin()  # refuses after a call that has spoiled the engine, and parameters that were replaced

@@ -23,8 +23,9 @@ class HostedModel(nn.Module):
         self, trained: Engine, rows: int | None = None, whole_steps: bool = False, shifts: bool | None = None
     ) -> None:
         """Takes ``rows``, see :meth:`Engine.open_pipeline`; ``whole_steps``: the loop trains by ``eng.train_batch``;
-        and ``shifts``: the model's loss skips the first label of each row, as in a causal language model. None:
-        unknown."""
+        and ``shifts``: True if the model's loss skips the first label of each row, as in a causal language model;
+        None: unknown.
+        """
         super().__init__()
         self.module = trained.module
         self.trained, self._shifts = trained, shifts

@@ -28,6 +28,7 @@ from engine.hosting.arguments import conflict
 from engine.hosting.hosted_model import HostedModel
 from engine.hosting.loop_settings import of_accelerator, part_rows
 from engine.huggingface.accelerator import EngineAccelerator, HostedScheduler
+from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.world import read_world
 from engine.program.batch_rows import Name
 
@@ -65,8 +66,9 @@ class SavedState(EngineAccelerator):
             hook(models, [], folder)
         client = {_STEP: self.step, _RANKS: self.num_processes}
         saved = self.trained.save_checkpoint(Path(folder, _STATE), client).wait()
-        if self.grid.rank == 0:  # an earlier save into the same folder
-            retain(Files(), saved.parent, 1)
+        with all_or_none(self.trained.comm, self.trained.device, f"could not remove an earlier save from {folder}"):
+            if self.grid.rank == 0:
+                retain(Files(), saved.parent, 1)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:

@@ -30,6 +30,7 @@ from engine.errors import CheckpointError, ConfigError, EngineError
 from engine.hosting.arguments import conflict
 from engine.hosting.hosted_model import HostedModel
 from engine.hosting.loop_settings import move_others, of_lightning, part_rows, replace_child, trained_child
+from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.grid import Grid
 from engine.program.batch_rows import Name
 
@@ -309,8 +310,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         saved = self.engine.save_checkpoint(Path(filepath, _STATE)).wait()
         host = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         super().save_checkpoint(host | {_STEP: saved.name}, Path(filepath, _HOST), storage_options)
-        if self.is_global_zero:  # an earlier save under the same name, such as last.ckpt
-            retain(Files(), saved.parent, 1)
+        with all_or_none(self.engine.comm, self.engine.device, f"could not remove an earlier save from {filepath}"):
+            if self.is_global_zero:  # of the same name, such as last.ckpt
+                retain(Files(), saved.parent, 1)
 
     def _whole_state(self) -> dict[str, Tensor]:
         """Returns the LightningModule's state on rank 0, with names as without the engine. Collective."""

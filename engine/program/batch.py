@@ -103,7 +103,7 @@ def join_outputs(outputs: list[Any]) -> Any:
     """Joins the model outputs of several microbatches into one output of the same structure.
 
     Tensors are concatenated along dim 0; 0-dim tensors are stacked. Lists and tuples are joined by item, or
-    concatenated if lengths differ. None stays None; of other values, the result has a list.
+    concatenated if lengths differ. None stays None; other values become a list.
     """
     first = outputs[0]
     if first is None and all(output is None for output in outputs):  # such as the loss of a batch without labels

@@ -23,7 +23,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.plan import Plan
 from engine.program.batch import Batch
-from engine.program.program import Program
+from engine.program.program import Program, outside_inference_mode
 from engine.step.parts import StepPart, StepParts
 from engine.step.rank_parts import AverageOfWeights, BackgroundReads, DelayedUpdates, StatesOnHost
 from engine.step.trace_cache import TraceCache
@@ -306,16 +306,18 @@ class RankRuntime:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Opens a context for reads or writes of weights or optimizer state between steps; first completes all
-        updates.
+        """Opens a context for reads or writes of weights or optimizer state between steps, outside of inference mode;
+        first completes all updates.
         """
-        with self.parts.entering(StepPart.changing):
+        with outside_inference_mode(), self.parts.entering(StepPart.changing):
             self.settle()
             yield
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Opens a context for reads of weights between steps; first completes all updates."""
+        """Opens a context for reads of weights between steps; first completes all updates. The next publication does
+        not count frozen weights as changed, as it does after :meth:`changing`.
+        """
         reads = self.parts.find(BackgroundReads)
         changed = reads is not None and reads.changed
         with self.changing():

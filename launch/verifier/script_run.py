@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from engine.build.answered_calls import answered_by
@@ -24,6 +24,7 @@ from engine.config import Config
 from engine.errors import EngineError, PlanError, first_line
 from engine.parallel.grid import Grid
 from engine.program.batch import Batch, map_tensors
+from engine.program.forward_inputs import batch_of_call
 
 
 class _EndOfScript(BaseException):
@@ -96,7 +97,8 @@ class EngineStandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Records the batch, or the arguments of the model's forward, as example rows; then ends the script."""
-        self.train_batch(args[0] if len(args) == 1 and not kwargs else kwargs or args)
+        nameless = args and kwargs and not isinstance(self.module, nn.Module)  # a function that builds the model
+        self.train_batch(None if nameless else batch_of_call(self.module, args, kwargs))
 
     def __enter__(self) -> "EngineStandIn":
         return self

@@ -346,8 +346,8 @@ def _peer_memory(group: dist.ProcessGroup, size: int, device: torch.device) -> S
 
 
 def _neighbours(group: dist.ProcessGroup, size: int, device: torch.device) -> HostBarrier | None:
-    """Memory of ``size`` bytes, with a barrier, that all ranks of a group share; None on all if they are on several
-    hosts, or if one of them may not share memory. Messages of the group travel from ``device``.
+    """Opens memory of ``size`` bytes, with a barrier, that all ranks of a group share. All-gathers over the group, from
+    ``device``. Returns None on all ranks if they run on several hosts, or if one of them may not share memory.
     """
     index, ranks, host = dist.get_rank(group), dist.get_world_size(group), host_identity(shares_memory())
     seconds: float = group._get_backend(device).options._timeout.total_seconds()
@@ -369,7 +369,7 @@ def _finisher(work: dist.Work | None) -> Wait:
 
 
 def _exchange(group: dist.ProcessGroup, device: torch.device, data: bytes) -> list[bytes]:
-    """The bytes of all ranks of a group, in order of index; they travel from ``device``."""
+    """All-gathers ``data`` over a group, from ``device``; returns the bytes of all ranks, in order of index."""
     own = torch.tensor(list(data), dtype=torch.uint8, device=device)
     full = own.new_empty(dist.get_world_size(group), len(data))
     _ALL_GATHER(full.view(-1), own, group=group)

@@ -276,6 +276,17 @@ _OUTSIDE = "tensor_outside"
 """Attribute of both modules of a pair: False while the pair's owner runs its forward."""
 
 
+class _NotedOutside:
+    """Value of ``tensor_outside`` in a trial: true, with a note that a call has read it."""
+
+    def __init__(self) -> None:
+        self.read = False
+
+    def __bool__(self) -> bool:
+        self.read = True
+        return True
+
+
 class ActivatedLinear(NamedTuple):
     """Linear layer and activation module that one kernel can compute: their names in the parent module, and the
     activation.
@@ -314,8 +325,12 @@ def find_activated(module: nn.Module) -> ActivatedLinear | None:
         together = twin(module, {}, children | {each: copy(children[each]) for each in (name, act)})
         for child, own in pair_forwards(found, REFERENCE).items():
             put_forward(together.get_submodule(child), own, "is tried", ForwardPatches())
+        outside = _NotedOutside()
+        for child in (name, act):
+            object.__setattr__(together.get_submodule(child), _OUTSIDE, outside)
         operator = partial(_both_modes, apart, together)
-        if agrees_in_use(apart, partial(forward, apart), operator, sizes[name]):
+        # a backward that recomputes a part of the forward calls the pair from outside
+        if agrees_in_use(apart, partial(forward, apart), operator, sizes[name]) and not outside.read:
             return found
     return None
 

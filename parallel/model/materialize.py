@@ -167,12 +167,14 @@ def _unset(tensor: Tensor, device: torch.device) -> Tensor:
 
 _NO_BOOL = 2
 """Byte that no operation leaves in a boolean tensor."""
+_LEAST_IS_USUAL = (torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes whose least integer is a usual value, such as 0."""
 
 
 def _check_set(tensor: Tensor, written: bool, what: str) -> None:
     """Raises if an element of ``tensor`` is unset; ``written``: True if an operation has written into it."""
-    if written and tensor.dtype in (torch.uint8, torch.int8):
-        return  # their least integer is a usual value
+    if written and tensor.dtype in _LEAST_IS_USUAL:
+        return
     if tensor.dtype == torch.bool:
         unset = tensor.view(torch.uint8) == _NO_BOOL
     elif tensor.is_floating_point() or tensor.is_complex():

@@ -125,17 +125,17 @@ class MetaTwins:
                 pass
         return self._filled(operation, expanded=False)
 
-    def changes_shape(self, operation: Operation, on_zeros: Any) -> bool:
-        """Returns True if ``operation`` makes tensors of other shapes from ones than ``on_zeros``, its result on zeros;
-        then their shapes depend on content.
+    def on_ones(self, operation: Operation, zeros: Any) -> Any | None:
+        """Runs ``operation`` with ones in place of zeros. Returns the result if it has tensors of other shapes than
+        ``zeros``, the result of :meth:`on_zeros`, so that their shapes depend on content; else None.
         """
         if not operation.is_of_torch or operation.written or operation.is_random:
-            return False
+            return None
         try:
-            on_ones = self._filled(operation, expanded=False, value=1)
+            ones = self._filled(operation, expanded=False, value=1)
         except (IndexError, RuntimeError, ValueError):  # ones may be no legal content, such as an index beyond the end
-            return False
-        return _shapes(on_ones) != _shapes(on_zeros)
+            return None
+        return ones if _shapes(ones) != _shapes(zeros) else None
 
     def _filled(self, operation: Operation, expanded: bool, value: int = 0) -> Any:
         def filled(leaf: Any) -> Any:

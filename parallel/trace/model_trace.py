@@ -312,9 +312,9 @@ class ModelTrace:
 Event = Call | Glue
 
 
-def trace_difference(before: ModelTrace, now: ModelTrace) -> str | None:
+def trace_difference(before: ModelTrace, now: ModelTrace, path_only: bool = False) -> str | None:
     """Returns a phrase about the first difference of the trace ``now`` from ``before``; None if they are equal. Line
-    numbers are ignored.
+    numbers are ignored. ``path_only``: compares the order of calls and operations, not their values.
 
     The phrase completes a sentence that begins with "the forward".
     """
@@ -325,11 +325,13 @@ def trace_difference(before: ModelTrace, now: ModelTrace) -> str | None:
             return f"ends where it reached {_name(old)} before"
         if _kind(old) != _kind(new):
             return f"reaches {_name(new)} where it reached {_name(old)} before"
+        if path_only:
+            continue
         if _reads(before, old) != _reads(now, new):
             return f"reaches {_name(new)}, which reads other values than before"
         if _makes(before, old) != _makes(now, new):
             return f"reaches {_name(new)}, which gives {_shown(now, new)} where it gave {_shown(before, old)} before"
-    return None if before.result == now.result else "returns other values than before"
+    return None if path_only or before.result == now.result else "returns other values than before"
 
 
 def _events(trace: ModelTrace) -> list[Event]:

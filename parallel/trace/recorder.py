@@ -54,12 +54,15 @@ class Recorder(TorchFunctionMode):
         device: torch.device,
         material: Material | None = None,
         drawn: float | None = None,
+        ones: bool = False,
     ) -> None:
         super().__init__()
         self.random_read: str | None = None
         """First place where code between units reads a random number on the host, or None."""
         self.reads_batch = False
         """True after code between units has read content of the batch, as numbers or shapes."""
+        self.shape_read: str | None = None
+        """First place where code between units makes a tensor whose shape depends on content, or None."""
         self.calls: list[Call] = []
         self.glue: list[Glue] = []
         self.meter = OperationMeter()
@@ -70,7 +73,7 @@ class Recorder(TorchFunctionMode):
         self._call: OpenCall | None = None
         self._quiet = False
         self._read_by_glue: set[str] = set()
-        self._drawn, self._random = drawn, set[int]()
+        self._drawn, self._random, self._ones = drawn, set[int](), ones
         self._on_zeros: dict[tuple[str, str], str] = {}
 
     @property
@@ -296,14 +299,6 @@ class Recorder(TorchFunctionMode):
                 "it; move it into a block."
             )
 
-    def _note_shape(self, operation: Operation, on_zeros: Any) -> None:
-        if self._twins.changes_shape(operation, on_zeros):
-            what = f"{user_place()} makes a tensor whose shape depends on its content ({operation.name}) between units"
-            stages = "which only one stage of a pipeline has; keep the shape, or move it into a block."
-            self.provenance.problems.append(
-                UncutPath(f"{what}, {stages}", f"{what}, which a forward on shapes has for zeros only")
-            )
-
     def _updated(self, operation: Operation) -> frozenset[str]:
         """Returns the names of the parameters that share memory with a tensor the operation writes."""
         return self.provenance.names_among(t for target in operation.written for t in self._twins.sharing(target))
@@ -320,11 +315,22 @@ class Recorder(TorchFunctionMode):
             where = f"in {self._call.unit}" if self._call is not None else f"at {user_place()}"
             self._on_zeros.setdefault((operation.name, where), str(error))
             if self._call is None and any(map(self.provenance.knows, operation.tensors)):
-                self._note_shape(operation, out)
+                out = self._follow_shape(operation, out)
         tensors = [leaf for leaf in plain_leaves(out) if isinstance(leaf, Tensor)]
         if operation.written and not isinstance(out, tuple | list):
             return (self._twins.write(operation) if tensors else out), False
         return (self._twins.lift(out, operation), False) if tensors else (out, True)
+
+    def _follow_shape(self, operation: Operation, zeros: Any) -> Any:
+        """Notes where the shape of a tensor depends on content and may choose the path. Returns ``zeros``, the result
+        of ``operation`` on zeros, or its result on ones in a trace that has ones.
+        """
+        ones = self._twins.on_ones(operation, zeros)
+        if ones is None:
+            return zeros
+        if self.shape_read is None:
+            self.shape_read = user_place()
+        return ones if self._ones else zeros
 
     def _give(self, out: Any, operation: Operation, register: Callable[[Tensor], Any]) -> Any:
         """The result for user code: known tensors for known twins, new stand-ins for others, which are registered."""

@@ -10,6 +10,7 @@ shows that a unit hides something, the unit is opened into its children and the 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +32,15 @@ from engine.parallel.trace.torch_function import functions_shown_to
 
 ModelCall = Callable[[], Any]
 
-_EXTREMES: tuple[float | HostState, ...] = (0.0, 1.0 - 2.0**-24)
+
+class _Shapes(Enum):
+    ONES = auto()
+    """Tensors whose shapes depend on content have the shapes that ones give, not those that zeros give."""
+
+
+_Extreme = float | HostState | _Shapes
+"""Number that every draw gives, state of the host's generators, or content."""
+_EXTREMES: tuple[_Extreme, ...] = (0.0, 1.0 - 2.0**-24)
 """The extremes of a uniform draw: any comparison with a probability differs between the two."""
 
 
@@ -83,11 +92,11 @@ def _trace_opened(
     units: Units,
     device: torch.device,
     material: Material | None = None,
-    drawn: float | HostState | None = None,
+    extreme: _Extreme | None = None,
 ) -> ModelTrace:
     original = units
     while True:
-        recorder, result, host = _run(model, program, units, device, material, drawn)
+        recorder, result, host = _run(model, program, units, device, material, extreme)
         hiding = [name for name in _hiding(recorder, units) if weighty_children(units.modules[name])]
         if not hiding:
             break
@@ -112,19 +121,39 @@ def _trace_opened(
     if problems:
         one_path = all(isinstance(problem, UncutPath) for problem in problems)
         raise _error_of(problems[0], trace if one_path else None)
-    if drawn is None:
-        reads = [(recorder.random_read, extreme) for extreme in _EXTREMES if recorder.random_read is not None]
-        reads += [("the model", extreme) for extreme in (host_extreme(False), host_extreme(True)) if host]
-        for place, extreme in reads:
-            what = trace_difference(trace, _trace_opened(model, program, original, device, drawn=extreme))
-            if what is not None:
-                chooses = f"{place} chooses the path of the forward by a random number"
-                sentence = (
-                    f"{chooses}: with another number it {what}, but a pipeline is cut for one path; switch that off "
-                    "(layerdrop 0), or move it into a block that returns a new tensor on every path."
-                )
-                raise UncutPathError(UncutPath(sentence, f"{chooses}, but a forward on shapes shows one path"), trace)
+    if extreme is None:
+        _check_paths(
+            trace, recorder, host, lambda extreme: _trace_opened(model, program, original, device, None, extreme)
+        )
     return trace
+
+
+def _check_paths(trace: ModelTrace, recorder: Recorder, host: bool, again: Callable[[_Extreme], ModelTrace]) -> None:
+    """Traces ``again`` with the extremes of what code between units has read, and raises if the forward takes another
+    path. ``host``: the program has drawn on the host.
+    """
+    reads = [(recorder.random_read, extreme) for extreme in _EXTREMES if recorder.random_read is not None]
+    reads += [("the model", extreme) for extreme in (host_extreme(False), host_extreme(True)) if host]
+    for place, extreme in reads:
+        what = trace_difference(trace, again(extreme))
+        if what is not None:
+            cause, remedy = "a random number", "switch that off (layerdrop 0), or move it into a block that returns"
+            raise _other_path(trace, place, cause, what, f"{remedy} a new tensor on every path.")
+    if recorder.shape_read is None:
+        return
+    try:
+        what = trace_difference(trace, again(_Shapes.ONES), path_only=True)
+    except PlanError:  # ones may be no legal content, such as an index beyond the end
+        return
+    if what is not None:
+        cause = "a shape that depends on content"
+        raise _other_path(trace, recorder.shape_read, cause, what, "move it into a block with all that it chooses.")
+
+
+def _other_path(trace: ModelTrace, place: str, cause: str, difference: str, remedy: str) -> UncutPathError:
+    chooses = f"{place} chooses the path of the forward by {cause}"
+    sentence = f"{chooses}: with another one it {difference}, but a pipeline is cut for one path; {remedy}"
+    return UncutPathError(UncutPath(sentence, f"{chooses}, but a forward on shapes shows one path"), trace)
 
 
 def _error_of(problem: str | UncutPath, trace: ModelTrace | None = None) -> PlanError:
@@ -137,16 +166,17 @@ def _run(
     units: Units,
     device: torch.device,
     material: Material | None,
-    drawn: float | HostState | None,
+    extreme: _Extreme | None,
 ) -> tuple[Recorder, Recipe, bool]:
     """Returns the recorder, the program's result, and True if the program has drawn on the host."""
     if material is not None:
         material.clear()
-    recorder = Recorder(model, units, device, material, None if isinstance(drawn, HostState) else drawn)
+    drawn = extreme if isinstance(extreme, float) else None
+    recorder = Recorder(model, units, device, material, drawn, ones=extreme is _Shapes.ONES)
     with ExitStack() as stack:
         stack.enter_context(restoring_state(model, device))
-        if isinstance(drawn, HostState):
-            drawn.put()
+        if isinstance(extreme, HostState):
+            extreme.put()
         before = HostState.take()
         for module in model.modules():
             if module._compiled_call_impl is not None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from torch import nn
 
 import engine
-from engine.launch.cli import main, make_parser
+from engine.launch.cli import CommandParser, main, make_parser
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
@@ -179,3 +180,12 @@ def test_a_reader_that_ends_early_is_no_error(monkeypatch: pytest.MonkeyPatch) -
     with open(writing, "w") as output, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", output)
         assert main(["schema"]) == 141
+
+
+def test_a_broken_pipe_of_a_command_is_no_end_of_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> None:
+        raise BrokenPipeError("of a socket")
+
+    monkeypatch.setattr(CommandParser, "parse_args", lambda *_: Namespace(run=broken))
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        main(["schema"])

@@ -60,16 +60,19 @@ def test_ranks_of_this_host_and_of_a_report(tmp_path: Path, capsys: pytest.Captu
     assert shown.endswith("stack of rank 3:\nFile train.py, line 3\n")
 
 
-def test_a_repeated_output_ends_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_output_ends_quietly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(watch_command, "flight_folder", lambda: tmp_path)
     monkeypatch.setattr("engine.launch.watch_command.time.sleep", interrupted)
     assert main(["watch", "--every", "1"]) == 130
-    for wrong in ("-1", "nan", "1e7"):
+    for wrong in ("-1", "nan", "1e7", "often"):
         with pytest.raises(SystemExit, match="2"):
             main(["watch", "--every", wrong])
+        assert f"argument --every: '{wrong}' is not a number from 0 to 1000000" in capsys.readouterr().err
 
 
 def test_the_latest_dead_jobs_are_listed_and_the_others_counted(

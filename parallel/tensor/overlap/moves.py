@@ -27,8 +27,8 @@ class Route:
 
 def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
     """Gathers ``part``, this rank's rows, in chunks, and multiplies each chunk by ``matrix`` [I, O] while the next is
-    sent. Returns (product plus ``bias``, in the dtype of the matrix; gathered rows). ``route``: axis,
-    label and number of chunks.
+    sent. Returns (product plus ``bias``, in the dtype of the matrix; gathered rows). ``route``: axis, label and
+    number of chunks.
     """
     axis, label = route.axis, route.label
     if route.pieces == 1:

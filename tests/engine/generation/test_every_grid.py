@@ -274,6 +274,26 @@ def test_what_sampling_refuses() -> None:
     on_grid(partial(transformers_model, "Llama"), {"data": 1}, refused)
 
 
+def test_refused_prompts_end_the_call_on_all_data_ranks_that_compare_their_lengths() -> None:
+    """A model with a cache and without a mask."""
+
+    def told(eng: Engine) -> list[str]:
+        sampling, found = SamplingOptions(max_new_tokens=1, temperature=0), []
+        given = [1, 2] * (1 - eng.grid.row_rank)
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: eng.generate([given], sampling=[sampling]),
+            lambda: eng.generate_requests([GenerationRequest(tokens=given, sampling=sampling)]),
+        )
+        for call in calls:
+            with pytest.raises(engine.EngineError) as error:
+                call()
+            found.append(str(error.value))
+        return found
+
+    first, _ = on_grid(Summed, {"data": 2}, told, lambda logits, batch: logits.sum() * 0)
+    assert first == ["rank 1 refused its prompts, so no rank generates; read its error."] * 2
+
+
 def test_prompts_that_one_data_rank_refuses_end_the_call_on_all() -> None:
     """With sharded parameters the other data rank has forwards that need both."""
 

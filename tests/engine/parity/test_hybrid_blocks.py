@@ -180,3 +180,23 @@ def test_blocks_of_several_classes_are_sharded_and_cut(run_ranks: RunRanks) -> N
     cases = [({"tensor": 2}, {}), ({"tensor": 2, "split": ["inner.layers.2"]}, {"zero_optimization": {"stage": 1}})]
     for case, result in zip(cases, run_ranks(train, 4, cases)[0], strict=True):
         assert result.holds(), f"{case}: {result}"
+
+
+class Selecting(Hybrid):
+    """Code between the layers selects rows by content; so does the loss."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index in (0, 2):
+                x = x + x[x[..., 0] > 0].mean(0)
+        logits = self.head(x)
+        picked = logits[..., 0] >= logits[..., 0].min(1, keepdim=True).values + 0.01
+        return F.cross_entropy(logits[picked], targets[picked])
+
+
+def test_code_between_stages_selects_rows() -> None:
+    batches = [(t[:, :-1], t[:, 1:]) for t in models.token_batches(8, 2)]
+    result = verify(Selecting, settings(2, parallel={"pipeline": 2}), batches, threads=2)
+    assert result is not None and result.holds(), str(result)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,3 +137,19 @@ def test_an_evaluation_in_inference_mode_leaves_an_engine_that_trains(axis: str)
 
     for losses in run_thread_ranks(2, body):
         assert losses == pytest.approx([losses[0]] * 4)
+
+
+def test_a_load_in_inference_mode_leaves_an_engine_that_trains(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "ema": {"decay": 0.5}, "optimizer": {"type": "AdamW"}}
+    losses = []
+    for starts in (False, True):
+        torch.manual_seed(0)
+        with engine.initialize(nn.Linear(4, 4), config, lambda output, _: output.square().mean()) as eng:
+            if starts:
+                with torch.inference_mode():
+                    eng.load_checkpoint(tmp_path)
+            else:
+                eng.train_batch(torch.ones(2, 4))
+                eng.save_checkpoint(tmp_path).wait()
+            losses.append([eng.train_batch(torch.ones(2, 4)).loss for _ in range(2)])
+    assert losses[0] == losses[1]

@@ -48,6 +48,15 @@ def test_a_use_may_take_one_tensor_options_and_arguments_of_the_forward(
     assert {tensor.shape for tensor in tree_leaves(call.rows)} == {(8, 8)}
 
 
+@pytest.mark.parametrize(("model", "expected"), [("model", {"input", "scale"}), ("lambda: model", None)])
+def test_positional_and_keyword_arguments_of_a_forward_are_one_batch(
+    model: str, expected: set[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = scripts.HEAD + f"engine.initialize({model}, config, distance)(rows[0], scale=rows[1])"
+    (call,) = calls_of_script(Path(written(tmp_path, monkeypatch, text)), (), load_config)
+    assert (None if call.rows is None else set(call.rows)) == expected
+
+
 def test_two_calls_are_compared_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

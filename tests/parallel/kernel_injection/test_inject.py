@@ -180,6 +180,8 @@ class Plain(nn.Module):
                 h = self.act(h) + h
             case "evaluation":
                 h = self.act(h) if self.training else h
+            case "recomputed":
+                h = checkpoint(lambda x: self.act(self.up(x)), x, use_reentrant=False)
             case _:
                 h = self.drop(self.act(h))
         return self.down(h)  # type: ignore[no-any-return]
@@ -192,7 +194,7 @@ class Asked(Plain):
         return self.up(x) if pre else super().forward(x)
 
 
-NO_PAIRS = ("dropout before", "read", "evaluation", "hook", "hooked activation")
+NO_PAIRS = ("dropout before", "read", "evaluation", "hook", "hooked activation", "recomputed")
 
 
 def pairs(model: nn.Module) -> list[str]:

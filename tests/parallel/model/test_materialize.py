@@ -240,7 +240,9 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["left", "copied", "assigned"])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.uint8, torch.int64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.complex64, torch.uint8, torch.uint32, torch.int64, torch.float32], ids=str
+)
 def test_buffers_of_every_dtype_are_set_or_refused(dtype: torch.dtype, way: str) -> None:
     with torch.device("meta"):
         model = Masked(dtype, way)

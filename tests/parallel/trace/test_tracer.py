@@ -245,6 +245,10 @@ def select(model: Trunk, x: Tensor) -> Tensor:
     return x + x[x > 0].sum()
 
 
+def choose_by_shape(model: Trunk, x: Tensor) -> Tensor:
+    return 2 * x if len(x[x > 0]) else x
+
+
 def differentiate(model: Trunk, x: Tensor) -> Tensor:
     return x + torch.autograd.grad(x.sum(), x)[0]
 
@@ -262,7 +266,10 @@ HERE = re.escape(__file__)
     [
         (branch, rf"{HERE}:\d+ reads the content of a tensor on the host \(__bool__\) between units, where only one"),
         (read_item, rf"{HERE}:\d+ reads the content of a tensor on the host \(__float__\) between units"),
-        (select, rf"{HERE}:\d+ makes a tensor whose shape depends on its content \(__getitem__\) between units, which"),
+        (
+            choose_by_shape,
+            rf"{HERE}:\d+ chooses the path of the forward by a shape that depends on content: with another",
+        ),
         (differentiate, rf"{HERE}:\d+ differentiates \(grad\) between units, where the graph spans several stages"),
         (write_parameter, rf"{HERE}:\d+ writes parameter 'embed.weight' in place \(mul_\) between units"),
     ],
@@ -271,6 +278,10 @@ HERE = re.escape(__file__)
 def test_glue_that_no_stage_can_do_alone_is_refused(middle: Any, message: str) -> None:
     with pytest.raises(PlanError, match="^" + message):
         probe_own(Trunk(middle))
+
+
+def test_a_selection_between_units_is_recorded() -> None:
+    assert probe_own(Trunk(select)).glue
 
 
 def test_a_read_on_the_host_inside_a_block_is_the_blocks_own_affair() -> None:
