@@ -12,6 +12,7 @@ whose own switch is on (Hugging Face's ``gradient_checkpointing_enable``) is lef
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import wraps
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -257,6 +258,7 @@ def _on_shards(
         return run, args, kwargs
     makers = [_maker(value) for value in values]
 
+    @wraps(run)
     def whole(*given: Any, **named: Any) -> Any:
         made = [make(value) for make, value in zip(makers, (*given, *named.values()), strict=True)]
         return run(*made[: len(given)], **dict(zip(named, made[len(given) :], strict=True)))

@@ -9,7 +9,7 @@ really run. So the code of the region is not checkpointed, and each call that ru
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils import checkpoint as module
@@ -19,15 +19,29 @@ Function = Callable[..., Any]
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
+RESTORES = "_restores_state"
+"""Attribute of the function of a region that sets the state of its modules back before it recomputes them."""
+
+
+class CheckpointedRegion(NamedTuple):
+    """A ``torch.utils.checkpoint`` call in progress."""
+
+    options: dict[str, Any]
+    restores: bool
+    """True if a recomputation finds the state of the first run, as in blocks that the engine recomputes. In the user's
+    own calls it finds the present state, as without a pipeline.
+    """
+
+
 class Regions(Protocol):
     """Interface of a running forward, such as the forward of a pipeline stage, for :func:`spread_checkpoints`.
 
-    ``inside``: True while a unit runs: a module that the trace records as one call. ``regions``: options of the
+    ``inside``: True while a unit runs: a module that the trace records as one call. ``regions``: the
     ``torch.utils.checkpoint`` calls in progress.
     """
 
     inside: bool
-    regions: list[dict[str, Any]]
+    regions: list[CheckpointedRegion]
 
 
 @contextmanager
@@ -58,7 +72,7 @@ def open_checkpoints(recompute: bool) -> Iterator[None]:
 def spread_checkpoints(run: Regions) -> Iterator[None]:
     """Disables the recomputation of ``torch.utils.checkpoint`` calls inside the context while ``run.inside`` is False.
 
-    ``run``: forward in progress; ``run.regions`` contains the options of these calls while they run.
+    ``run``: forward in progress; ``run.regions`` contains these calls while they run.
     """
     original = getattr(module, _GENERATOR)
 
@@ -66,7 +80,8 @@ def spread_checkpoints(run: Regions) -> Iterator[None]:
         if run.inside:
             yield from original(function, preserve, context_fn, *rest, **kwargs)
             return
-        run.regions.append({"preserve_rng_state": preserve, "context_fn": context_fn})
+        options = {"preserve_rng_state": preserve, "context_fn": context_fn}
+        run.regions.append(CheckpointedRegion(options, hasattr(function, RESTORES)))
         try:
             yield
         finally:
@@ -79,10 +94,11 @@ def spread_checkpoints(run: Regions) -> Iterator[None]:
         setattr(module, _GENERATOR, original)
 
 
-def recomputed(forward: Function, options: dict[str, Any]) -> Function:
-    """Returns a function that runs ``forward`` under a non-reentrant ``torch.utils.checkpoint`` with ``options``."""
+def recomputed(forward: Function, region: CheckpointedRegion) -> Function:
+    """Returns a function that runs ``forward`` under a non-reentrant ``torch.utils.checkpoint`` with the options of
+    ``region``."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **region.options, **kwargs)
 
     return run

@@ -17,7 +17,7 @@ the model's own activation module into a no-op.
 Shape suffixes: B rows (all leading dims together), I inputs, O outputs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -211,6 +211,31 @@ def fused_activation(layer: nn.Module) -> Activation:
     """
     kind: Activation | None = getattr(layer, "tensor_activation", None)
     return "none" if kind in (None, "none") or getattr(layer, "tensor_outside", False) else kind
+
+
+def fused_as_first(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a wrapper of ``forward`` for one call of ``module`` and its recomputations, in which layers apply their
+    activations as in the first run: the code that has called it (``tensor_outside``) does not run again.
+    """
+    marked: list[Any] = [each for each in module.modules() if hasattr(each, "tensor_outside")]
+    if not marked:
+        return forward
+    first = [each.tensor_outside for each in marked]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = [each.tensor_outside for each in marked]
+        try:
+            _mark(marked, first)
+            return forward(*args, **kwargs)
+        finally:
+            _mark(marked, before)
+
+    return run
+
+
+def _mark(modules: Sequence[nn.Module], outside: Sequence[bool]) -> None:
+    for each, value in zip(modules, outside, strict=True):
+        object.__setattr__(each, "tensor_outside", value)
 
 
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:

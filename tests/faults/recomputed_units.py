@@ -2,6 +2,8 @@
 
 from tests.faults.fault import Fault
 
+_STATE = "tests/engine/parity/test_recomputed_parts.py::test_units_are_recomputed_with_the_state_of_their_forward"
+
 RECOMPUTED_UNITS = (
     Fault(
         name="units-share-kept-outputs",
@@ -13,5 +15,21 @@ RECOMPUTED_UNITS = (
             "tests/parallel/activation_checkpointing/test_selective.py::"
             "test_units_of_a_block_reuse_only_what_each_has_kept",
         ),
+    ),
+    Fault(
+        name="units-recomputed-with-later-state",
+        about="A unit of a recomputed block runs again on the state that later forwards have left in its modules.",
+        file="parallel/pipeline/runtime/stage.py",
+        old="again = self._states[unit].keeping(forward) if region.restores else fused_as_first(module, forward)",
+        new="again = fused_as_first(module, forward)",
+        tests=(_STATE,),
+    ),
+    Fault(
+        name="units-recomputed-outside-their-owner",
+        about="A layer that a unit of the user's own checkpoint runs again leaves the fused activation out.",
+        file="parallel/tensor/deferred_linear.py",
+        old="            _mark(marked, first)\n",
+        new="            _mark(marked, before)\n",
+        tests=(_STATE,),
     ),
 )

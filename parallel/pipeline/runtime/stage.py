@@ -30,12 +30,14 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._pytree import tree_map
 
 from engine.errors import EngineError
+from engine.parallel.activation_checkpointing.second_run import BlockState
 from engine.parallel.model.blocks import compiled_around
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
 from engine.parallel.model.placeholders import PlaceholderPool, is_plain
 from engine.parallel.model.torch_checkpoint import open_checkpoints, recomputed, spread_checkpoints
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.runtime.stage_forward import StageForward, StopForward, leaves_of
+from engine.parallel.tensor.deferred_linear import fused_as_first
 from engine.parallel.trace.absent_parameter import conceal
 from engine.parallel.trace.model_trace import FromArgument, FromValue, ModelTrace, Recipe
 from engine.parallel.trace.torch_function import (
@@ -300,7 +302,8 @@ class Stage:
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
         self._model, self._placeholders, self._patches = model, PlaceholderPool(device), patches
         self._parameters = dict(model.named_parameters())
-        self._intercepted: set[str] = set()
+        self._states: dict[str, BlockState] = {}
+        """State of each intercepted unit, for recomputations."""
         self._interception = Interception(
             handler=self._call, layer=PatchLayer.STAGE, patches=patches, skips=self._skips
         )
@@ -351,10 +354,11 @@ class Stage:
             return
         self._seen = trace
         for unit in trace.units:
-            if unit not in self._intercepted:
-                self._intercepted.add(unit)
+            if unit not in self._states:
+                module = self._model.get_submodule(unit)
+                self._states[unit] = BlockState(module)
                 note = "runs on its pipeline stage; on other stages the call returns received values"
-                self._interception.install(unit, self._model.get_submodule(unit), note)
+                self._interception.install(unit, module, note)
         for module in compiled_around(self._model, trace.unit_names).values():
             self._run_eagerly(module)
 
@@ -373,7 +377,9 @@ class Stage:
         if run is None or not run.takes(unit):  # recomputed in backward, or inside another unit
             return forward(*args, **kwargs)
         if run.regions and torch.is_grad_enabled() and not run.skips_next():
-            forward = recomputed(forward, run.regions[-1])
+            region, module = run.regions[-1], self._model.get_submodule(unit)
+            again = self._states[unit].keeping(forward) if region.restores else fused_as_first(module, forward)
+            forward = recomputed(again, region)
         return run.call(unit, forward, args, kwargs)
 
 

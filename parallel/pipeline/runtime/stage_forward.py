@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from engine.errors import EngineError
 from engine.parallel.model.placeholders import PlaceholderPool, is_expanded
+from engine.parallel.model.torch_checkpoint import CheckpointedRegion
 from engine.parallel.model.user_code import is_engine_hook
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.trace.model_trace import (
@@ -72,8 +73,8 @@ class StageForward:
         self.trace, self.plan = trace, plan
         self.inside = False
         """True while a unit runs: inner calls are not events."""
-        self.regions: list[dict[str, Any]] = []
-        """Options of the checkpointed regions around the current code; see ``torch_checkpoint``."""
+        self.regions: list[CheckpointedRegion] = []
+        """Checkpointed regions around the current code; see ``torch_checkpoint``."""
         self.sent: dict[int, Tensor] = {}
         self._apart: set[int] = set()
         """Sent values that share memory with another tensor of the program."""

@@ -19,7 +19,7 @@ from engine.models.decoder import loss_sum
 from engine.parallel.activation_checkpointing.blocks import find_operators, recompute_blocks, recomputed_in_part
 from engine.parallel.activation_checkpointing.selective import SavedActivations, Selective
 from engine.parallel.model.forward_patch import ForwardPatches
-from engine.parallel.model.torch_checkpoint import recomputed, spread_checkpoints
+from engine.parallel.model.torch_checkpoint import CheckpointedRegion, recomputed, spread_checkpoints
 from engine.parallel.tensor.layers.linear import ColumnLinear, RowLinear
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.planning.activation_memory import LiveStorages
@@ -289,7 +289,7 @@ class Units(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.regions = list[dict[str, Any]]()
+        self.regions = list[CheckpointedRegion]()
         self.units = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:

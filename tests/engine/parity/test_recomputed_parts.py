@@ -1,0 +1,100 @@
+"""Recomputed blocks inside which a pipeline stage begins: their units are recomputed one by one."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from engine.verify import verify
+from tests import models
+from tests.engine.parity.launches import settings
+
+WIDTH = 8
+
+
+class Counting(nn.Module):
+    """State in a buffer, an attribute and a batch norm, which each forward changes and reads."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.calls += 1
+        mixed = torch.tanh(self.mix(self.norm(x.flatten(0, 1)).view_as(x)))
+        out: Tensor = x + mixed * self.seen.clone() * (1 + self.calls / 8)
+        return out
+
+
+class Perceptron(nn.Module):
+    """A layer and an activation that one kernel computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.act(self.up(x)))
+        return out
+
+
+class Block(nn.Module):
+    """Three parts; ``own``: the code of the block recomputes them itself."""
+
+    def __init__(self, kind: type[nn.Module], own: bool) -> None:
+        super().__init__()
+        self.own, self.parts = own, nn.Sequential(kind(), kind(), kind())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self._run, x, use_reentrant=False) if self.own else self._run(x)
+        return out
+
+    def _run(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class Words(nn.Module):
+    """Two blocks over words."""
+
+    def __init__(self, kind: type[nn.Module], own: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed, self.head = nn.Embedding(models.VOCABULARY, WIDTH), nn.Linear(WIDTH, models.VOCABULARY)
+        self.blocks = nn.ModuleList([Block(kind, own), Block(kind, own)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "mode"),
+    [
+        (Counting, "1", "full"),
+        (Counting, "1", "selective"),
+        (Perceptron, "1.down", "full"),
+        (Perceptron, "1.down", "selective"),
+        (Perceptron, "1.down", None),
+    ],
+)
+def test_units_are_recomputed_with_the_state_of_their_forward(
+    kind: type[nn.Module], split: str, mode: str | None
+) -> None:
+    config = settings(
+        2,
+        parallel={"pipeline": 2, "split": [f"blocks.0.parts.{split}"]},
+        kernels="reference",
+        activation_checkpointing={"mode": mode or "none"},
+    )
+    result = verify(lambda: Words(kind, mode is None), config, models.token_batches(8, 2), threads=2)
+    assert result is not None and result.holds(), str(result)
