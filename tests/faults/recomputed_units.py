@@ -32,4 +32,12 @@ RECOMPUTED_UNITS = (
         new="            _mark(marked, before)\n",
         tests=(_STATE,),
     ),
+    Fault(
+        name="units-recomputed-from-written-inputs",
+        about="A unit of a recomputed block runs again from inputs that a later operation has written in place.",
+        file="parallel/pipeline/runtime/stage_forward.py",
+        old="return not any(self.trace.values[number].rewritten for number in read)",
+        new="return True",
+        tests=(_STATE,),
+    ),
 )

@@ -376,7 +376,7 @@ class Stage:
         run = self._run
         if run is None or not run.takes(unit):  # recomputed in backward, or inside another unit
             return forward(*args, **kwargs)
-        if run.regions and torch.is_grad_enabled() and not run.skips_next():
+        if run.regions and torch.is_grad_enabled() and not run.skips_next() and run.repeats_next():
             region, module = run.regions[-1], self._model.get_submodule(unit)
             again = self._states[unit].keeping(forward) if region.restores else fused_as_first(module, forward)
             forward = recomputed(again, region)

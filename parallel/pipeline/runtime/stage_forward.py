@@ -106,6 +106,13 @@ class StageForward:
         """Returns True if the next module call of the trace belongs to another stage."""
         return self._calls not in self.plan.calls
 
+    def repeats_next(self) -> bool:
+        """Returns True if the next module call of the trace can run again in backward: no operation writes to the
+        memory of the values that it reads.
+        """
+        read = self.trace.calls[self._calls].inputs if self._calls < len(self.trace.calls) else ()
+        return not any(self.trace.values[number].rewritten for number in read)
+
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a module call of this stage; for other stages returns received tensors, and NaN for tensors not
         received.

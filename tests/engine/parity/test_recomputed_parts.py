@@ -44,6 +44,31 @@ class Perceptron(nn.Module):
         return out
 
 
+class Scaled(nn.Module):
+    """A layer of twice its input; ``writes``: the module writes its input in place."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.writes, self.mix = writes, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mix(x.mul_(2) if self.writes else x * 2)
+        return out
+
+
+class Writing(nn.Module):
+    """Two parts that read one value; the second one writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.reads, self.writes = nn.Linear(WIDTH, WIDTH), Scaled(False), Scaled(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        out: Tensor = x + self.reads(hidden) + self.writes(hidden)
+        return out
+
+
 class Block(nn.Module):
     """Three parts; ``own``: the code of the block recomputes them itself."""
 
@@ -85,6 +110,8 @@ class Words(nn.Module):
         (Perceptron, "1.down", "full"),
         (Perceptron, "1.down", "selective"),
         (Perceptron, "1.down", None),
+        (Writing, "1.reads", "full"),
+        (Writing, "1.reads", None),
     ],
 )
 def test_units_are_recomputed_with_the_state_of_their_forward(
