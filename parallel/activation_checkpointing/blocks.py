@@ -29,6 +29,7 @@ from engine.parallel.activation_checkpointing.second_run import BlockState
 from engine.parallel.activation_checkpointing.selective import Operator, SavedActivations, Selective
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.torch_checkpoint import ENDS
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.tp_axis import TensorAxis
 
@@ -189,6 +190,11 @@ def recomputed_in_part(
             made.append(SavedActivations())
             return selective.contexts(made[-1])
 
+        def end(out: Any) -> None:
+            for kept in made:
+                kept.finish(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
+
+        vars(contexts)[ENDS] = end
         out = checkpoint(
             run,
             *args,
@@ -197,8 +203,7 @@ def recomputed_in_part(
             **kwargs,
         )
         given.refuse_written(block)
-        for kept in made:
-            kept.finish(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
+        end(out)
         if started is not None:
             started.extend(made)
         return out

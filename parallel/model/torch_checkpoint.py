@@ -21,6 +21,10 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 RESTORES = "_restores_state"
 """Attribute of the function of a region that sets the state of its modules back before it recomputes them."""
+ENDS = "_ends_run"
+"""Attribute of the ``context_fn`` of a region: function called with the output of each unit at the end of its first
+run, before code between units can write it.
+"""
 
 
 class CheckpointedRegion(NamedTuple):
@@ -99,6 +103,9 @@ def recomputed(forward: Function, region: CheckpointedRegion) -> Function:
     ``region``."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **region.options, **kwargs)
+        out = checkpoint(forward, *args, use_reentrant=False, **region.options, **kwargs)
+        if (end := getattr(region.options["context_fn"], ENDS, None)) is not None:
+            end(out)
+        return out
 
     return run

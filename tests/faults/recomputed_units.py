@@ -40,4 +40,12 @@ RECOMPUTED_UNITS = (
         new="return True",
         tests=(_STATE,),
     ),
+    Fault(
+        name="units-keep-outputs-written-later",
+        about="A unit reuses an output that code between units has written in place after the unit.",
+        file="parallel/model/torch_checkpoint.py",
+        old="            end(out)\n",
+        new="            pass\n",
+        tests=(_STATE,),
+    ),
 )

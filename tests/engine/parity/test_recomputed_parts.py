@@ -69,6 +69,32 @@ class Writing(nn.Module):
         return out
 
 
+class Pair(nn.Module):
+    """Two layers; the outputs of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.first(x)
+        return out, self.second(torch.relu(out))
+
+
+class Written(nn.Module):
+    """A part with an output that the code after it writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.down = Pair(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.pair(x)
+        first.mul_(1.5)
+        out: Tensor = x + self.down(first + second)
+        return out
+
+
 class Block(nn.Module):
     """Three parts; ``own``: the code of the block recomputes them itself."""
 
@@ -112,6 +138,7 @@ class Words(nn.Module):
         (Perceptron, "1.down", None),
         (Writing, "1.reads", "full"),
         (Writing, "1.reads", None),
+        (Written, "1.down", "selective"),
     ],
 )
 def test_units_are_recomputed_with_the_state_of_their_forward(
