@@ -150,8 +150,12 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     """
     tokens, on_ranks = config.activation_checkpointing.tile_tokens, config.cp > 1
     found = _rowwise(config, request) if on_ranks or tokens else ()
-    local, tiles = found if on_ranks else (), plan_tiles(found, tokens, config.cp)
+    local = found if on_ranks else ()
     analysis = _analysis(config, request, stages, local)
+    units = analysis.trace.units if analysis.trace is not None and config.pp > 1 else ()
+    if tokens and any(each.contains(units) for each in found):  # each tile would call units of other stages
+        found = _rowwise(config, request, units)
+    tiles = plan_tiles(found, tokens, config.cp)
     return replace(analysis, rowwise=local, tiles=tiles, notes=(*analysis.notes, *(tiles.notes if tiles else ())))
 
 
@@ -211,10 +215,10 @@ def _analyze(
     return replace(found, traffic=traffic, notes=notes, tensor=tensor)
 
 
-def _rowwise(config: Config, request: PlanRequest) -> tuple[RowwiseModule, ...]:
-    """Finds the modules that treat positions one by one, except around experts that read the rows of all ranks."""
+def _rowwise(config: Config, request: PlanRequest, units: Sequence[str] = ()) -> tuple[RowwiseModule, ...]:
+    """Finds modules that treat positions one by one; none around ``units``, or experts that read rows of all ranks."""
     names = around_experts(config, request.program.model, request.shared_experts)
-    rows = trace_rowwise(request.program, request.example)
+    rows = trace_rowwise(request.program, request.example, units)
     return tuple(each for each in rows if not any(is_inside(name, each.name) for name in names))
 
 

@@ -144,10 +144,10 @@ def trace_example(
         return trace_model(program.model, run, units, stages=stages, material=material)
 
 
-def trace_rowwise(program: Program, example: Batch) -> tuple[RowwiseModule, ...]:
+def trace_rowwise(program: Program, example: Batch, units: Sequence[str] = ()) -> tuple[RowwiseModule, ...]:
     """Returns the modules of ``program`` that compute each position independently, found by a forward on shapes.
 
-    Returns () if the forward cannot be traced.
+    Returns () if the forward cannot be traced. ``units``: names of modules around which no module is taken.
     """
     recorder = CallRecorder(program.model)
     try:
@@ -155,7 +155,7 @@ def trace_rowwise(program: Program, example: Batch) -> tuple[RowwiseModule, ...]
             trace_example(program, example, 1)
     except PlanError:
         return ()
-    return find_rowwise(program.model, (tensor for _, tensor in named_tensors(example)), recorder.calls)
+    return find_rowwise(program.model, (tensor for _, tensor in named_tensors(example)), recorder.calls, units)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from tests.faults.fault import Fault
 
-_STATE = "tests/engine/parity/test_recomputed_parts.py::test_units_are_recomputed_with_the_state_of_their_forward"
+_FILE = "tests/engine/parity/test_recomputed_parts.py"
+_STATE = f"{_FILE}::test_units_are_recomputed_with_the_state_of_their_forward"
 
 RECOMPUTED_UNITS = (
     Fault(
@@ -47,5 +48,13 @@ RECOMPUTED_UNITS = (
         old="            end(out)\n",
         new="            pass\n",
         tests=(_STATE,),
+    ),
+    Fault(
+        name="tiles-around-units",
+        about="A module in tiles calls the units of other stages once for each tile.",
+        file="parallel/context/rows/rowwise.py",
+        old="return any(_is_in(name, self.name) for name in names)",
+        new="return False",
+        tests=(f"{_FILE}::test_no_tile_goes_around_the_calls_of_another_stage",),
     ),
 )

@@ -33,15 +33,20 @@ class RowwiseModule(NamedTuple):
     name: str
     forms: tuple[ProvenForm, ...]
 
+    def contains(self, names: Iterable[str]) -> bool:
+        """Returns True if one of the modules ``names`` is inside the module."""
+        return any(_is_in(name, self.name) for name in names)
+
 
 def find_rowwise(
-    model: nn.Module, batch: Iterable[Tensor], calls: Mapping[str, Sequence[SeenCall]]
+    model: nn.Module, batch: Iterable[Tensor], calls: Mapping[str, Sequence[SeenCall]], units: Sequence[str] = ()
 ) -> tuple[RowwiseModule, ...]:
     """Finds by trial the outermost modules of ``model`` that compute each position independently.
 
     Args:
         batch: the batch tensors of the forward in which calls were recorded.
         calls: recorded calls by module name.
+        units: names of modules around which no module is taken.
     """
     sizes = sequences_of(batch, calls.values())
     tried: dict[object, tuple[ProvenForm, ...]] = {}
@@ -70,7 +75,8 @@ def find_rowwise(
         else:
             refused.add(alike)
             mixing.add(name)
-    outermost = [name for name in proven if not any(_is_in(name, other) for other in proven)]
+    free = [name for name in proven if not any(_is_in(unit, name) for unit in units)]
+    outermost = [name for name in free if not any(_is_in(name, other) for other in free)]
     return tuple(RowwiseModule(name, proven[name]) for name in names if name in outermost)
 
 

@@ -152,3 +152,15 @@ def test_units_are_recomputed_with_the_state_of_their_forward(
     )
     result = verify(lambda: Words(kind, mode is None), config, models.token_batches(8, 2), threads=2)
     assert result is not None and result.holds(), str(result)
+
+
+def test_no_tile_goes_around_the_calls_of_another_stage() -> None:
+    """A block of positions, inside which a stage begins, has tiles in its parts."""
+    config = settings(
+        2,
+        parallel={"pipeline": 2, "split": ["blocks.0.parts.1"]},
+        kernels="reference",
+        activation_checkpointing={"tile_tokens": 7},
+    )
+    result = verify(lambda: Words(Perceptron, False), config, models.token_batches(8, 2), threads=2)
+    assert result is not None and result.holds(), str(result)
