@@ -29,7 +29,7 @@ from engine.parallel.activation_checkpointing.second_run import BlockState
 from engine.parallel.activation_checkpointing.selective import Operator, SavedActivations, Selective
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
-from engine.parallel.model.torch_checkpoint import ENDS
+from engine.parallel.model.torch_checkpoint import AGAIN, ENDS
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.tp_axis import TensorAxis
 
@@ -183,7 +183,7 @@ def recomputed_in_part(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        run, args, kwargs = _on_shards(state.keeping(as_in_forward(inner, again)), args, kwargs)
+        run, args, kwargs = _on_shards(_repeated(state, inner, again), args, kwargs)
         made, given = list[SavedActivations](), _GivenTensors(args, kwargs)
 
         def contexts() -> Any:  # a block in several units runs again in parts, the last one first
@@ -242,13 +242,20 @@ def _recomputed(block: nn.Module, again: Again | None) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        run, args, kwargs = _on_shards(state.keeping(as_in_forward(inner, again)), args, kwargs)
+        run, args, kwargs = _on_shards(_repeated(state, inner, again), args, kwargs)
         given = _GivenTensors(args, kwargs)
         out = checkpoint(run, *args, use_reentrant=False, **kwargs)
         given.refuse_written(block)
         return out
 
     return forward
+
+
+def _repeated(state: BlockState, inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:
+    """Returns a wrapper of ``inner`` for one forward of the block and its recomputations, in whole or in units."""
+    run = state.keeping(as_in_forward(inner, again))
+    vars(run)[AGAIN] = again
+    return run
 
 
 def _on_shards(

@@ -21,6 +21,10 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 RESTORES = "_restores_state"
 """Attribute of the function of a region that sets the state of its modules back before it recomputes them."""
+AGAIN = "_runs_again"
+"""Attribute of the same function: what is called in the forward of each unit, and returns the context of its
+recomputation, or None.
+"""
 ENDS = "_ends_run"
 """Attribute of the ``context_fn`` of a region: function called with the output of each unit at the end of its first
 run, before code between units can write it.
@@ -35,6 +39,8 @@ class CheckpointedRegion(NamedTuple):
     """True if a recomputation finds the state of the first run, as in blocks that the engine recomputes. In the user's
     own calls it finds the present state, as without a pipeline.
     """
+    again: Callable[[], Callable[[], Any]] | None = None
+    """Called in the forward of each unit; returns the context in which the unit runs again."""
 
 
 class Regions(Protocol):
@@ -85,7 +91,7 @@ def spread_checkpoints(run: Regions) -> Iterator[None]:
             yield from original(function, preserve, context_fn, *rest, **kwargs)
             return
         options = {"preserve_rng_state": preserve, "context_fn": context_fn}
-        run.regions.append(CheckpointedRegion(options, hasattr(function, RESTORES)))
+        run.regions.append(CheckpointedRegion(options, hasattr(function, RESTORES), getattr(function, AGAIN, None)))
         try:
             yield
         finally:

@@ -21,7 +21,7 @@ RECOMPUTED_UNITS = (
         name="units-recomputed-with-later-state",
         about="A unit of a recomputed block runs again on the state that later forwards have left in its modules.",
         file="parallel/pipeline/runtime/stage.py",
-        old="again = self._states[unit].keeping(forward) if region.restores else fused_as_first(module, forward)",
+        old="again = self._states[unit].keeping(forward) if restores else fused_as_first(module, forward)",
         new="again = fused_as_first(module, forward)",
         tests=(_STATE,),
     ),
@@ -56,5 +56,13 @@ RECOMPUTED_UNITS = (
         old="return any(_is_in(name, self.name) for name in names)",
         new="return False",
         tests=(f"{_FILE}::test_no_tile_goes_around_the_calls_of_another_stage",),
+    ),
+    Fault(
+        name="units-recomputed-outside-of-modes",
+        about="A unit of a recomputed block runs again outside of the function modes of its forward.",
+        file="parallel/pipeline/runtime/stage.py",
+        old="        forward = as_in_forward(forward, region.again)\n",
+        new="",
+        tests=(_STATE,),
     ),
 )

@@ -30,11 +30,12 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._pytree import tree_map
 
 from engine.errors import EngineError
+from engine.parallel.activation_checkpointing.blocks import as_in_forward
 from engine.parallel.activation_checkpointing.second_run import BlockState
 from engine.parallel.model.blocks import compiled_around
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
 from engine.parallel.model.placeholders import PlaceholderPool, is_plain
-from engine.parallel.model.torch_checkpoint import open_checkpoints, recomputed, spread_checkpoints
+from engine.parallel.model.torch_checkpoint import CheckpointedRegion, open_checkpoints, recomputed, spread_checkpoints
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.runtime.stage_forward import StageForward, StopForward, leaves_of
 from engine.parallel.tensor.deferred_linear import fused_as_first
@@ -62,7 +63,10 @@ class WatchingForward(StageForward, TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         with functions_shown_to(self._show), self:
-            yield
+            try:
+                yield
+            finally:
+                self._quiet = True  # recomputations enter the modes of the forward again
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wrapper = wrapper_among(args, kwargs)
@@ -377,10 +381,17 @@ class Stage:
         if run is None or not run.takes(unit):  # recomputed in backward, or inside another unit
             return forward(*args, **kwargs)
         if run.regions and torch.is_grad_enabled() and not run.skips_next() and run.repeats_next():
-            region, module = run.regions[-1], self._model.get_submodule(unit)
-            again = self._states[unit].keeping(forward) if region.restores else fused_as_first(module, forward)
-            forward = recomputed(again, region)
+            forward = partial(self._recompute, run.regions[-1], unit, forward)
         return run.call(unit, forward, args, kwargs)
+
+    def _recompute(
+        self, region: CheckpointedRegion, unit: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs a unit of ``region``, which backward recomputes."""
+        forward = as_in_forward(forward, region.again)
+        restores, module = region.restores, self._model.get_submodule(unit)
+        again = self._states[unit].keeping(forward) if restores else fused_as_first(module, forward)
+        return recomputed(again, region)(*args, **kwargs)
 
 
 class AbsentParameters:

@@ -1,9 +1,12 @@
 """Recomputed blocks inside which a pipeline stage begins: their units are recomputed one by one."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from engine.verify import verify
@@ -95,6 +98,39 @@ class Written(nn.Module):
         return out
 
 
+class Sines(TorchFunctionMode):
+    """Sine in place of the hyperbolic tangent."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.sin(*args) if func is torch.tanh else func(*args, **(kwargs or {}))
+
+
+class Bent(nn.Module):
+    """A layer and ``torch.tanh``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.mix(x))
+
+
+class InMode(nn.Module):
+    """Parts in a function mode, one of them with an output that the code after it writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.mix = Bent(), Bent(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Sines():
+            hidden = self.mix(self.one(x))
+            hidden.mul_(1.5)
+            out: Tensor = x + self.two(hidden)
+        return out
+
+
 class Block(nn.Module):
     """Three parts; ``own``: the code of the block recomputes them itself."""
 
@@ -139,6 +175,7 @@ class Words(nn.Module):
         (Writing, "1.reads", "full"),
         (Writing, "1.reads", None),
         (Written, "1.down", "selective"),
+        (InMode, "1.two", "full"),
     ],
 )
 def test_units_are_recomputed_with_the_state_of_their_forward(
