@@ -9,8 +9,8 @@ fused     kernels that communicate; collectives for unsuitable products
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -238,11 +238,12 @@ def _runs_again(streams: RandomStreams, replay: RouterReplay | None) -> Again:
     """Returns the state that a block restores when it runs again: draws on the host, and choices of experts."""
 
     def begin() -> Callable[[], AbstractContextManager[None]]:
-        context = replay.again() if replay is not None else nullcontext
+        drawing, routing = streams.again(), replay.again() if replay is not None else nullcontext
 
-        def enter() -> AbstractContextManager[None]:
-            streams.draw_again()
-            return context()
+        @contextmanager
+        def enter() -> Iterator[None]:
+            with drawing(), routing():
+                yield
 
         return enter
 

@@ -103,6 +103,8 @@ class RandomStreams:
         """Positions of this step, by seed."""
         self._again: dict[int, StreamPosition] = {}
         """Position at the entry of each module in recomputation, by module id."""
+        self._place: StreamPosition | None = None
+        """Position in the recomputation of a block, where code of the user may have seeded torch's generators."""
         # a compiled module traces its hooks, which these do not support; in other modules the exclusion costs time
         self._traced = any(map(has_compiled_code, model.modules()))
 
@@ -134,9 +136,25 @@ class RandomStreams:
             finally:
                 self._now = None
 
-    def draw_again(self) -> None:
-        """Seeds Python's and NumPy's generators from torch's seed, which the recomputation of a block has restored."""
-        self._host.again(_entry_seed())
+    def again(self) -> Callable[[], AbstractContextManager[None]]:
+        """Returns a function that opens a context for recomputing a block in backward. Call ``again`` in the forward of
+        the block.
+
+        The context seeds Python's and NumPy's generators from torch's seed, which the recomputation has restored.
+        """
+        begin, seed = self._now or self._place, torch.default_generator.initial_seed()
+
+        @contextmanager
+        def running() -> Iterator[None]:
+            restored = torch.default_generator.initial_seed() == seed  # tiles leave the user's generator alone
+            before, self._place = self._place, begin if restored else None
+            self._host.again(_entry_seed())
+            try:
+                yield
+            finally:
+                self._place = before
+
+        return running
 
     def end_backward(self) -> None:
         """Restores the user's Python and NumPy generators after the recomputation of blocks."""
@@ -162,8 +180,9 @@ class RandomStreams:
             if self._host.keyed:
                 self._host.unit(_entry_seed())
             return
-        found = self._made.get(torch.default_generator.initial_seed())
-        if found is not None:
+        if self._place is not None:
+            self._host.again(_entry_seed())
+        elif (found := self._made.get(torch.default_generator.initial_seed())) is not None:
             self._again[id(unit)] = found
             self._host.again(_entry_seed())
 
@@ -172,6 +191,9 @@ class RandomStreams:
             self._now = self._reseed(self._now.after(level))
             if self._host.keyed:
                 self._host.unit(self._now.seed())
+        elif self._place is not None:
+            self._place = self._reseed(self._place.after(level))
+            self._host.again(self._place.seed())
         elif (found := self._again.pop(id(unit), None)) is not None:
             # inner modules may have ended since the entry, so the current seed takes precedence
             again = self._reseed(self._made.get(torch.default_generator.initial_seed(), found).after(level))

@@ -65,4 +65,12 @@ RECOMPUTED_UNITS = (
         new="",
         tests=(_STATE,),
     ),
+    Fault(
+        name="recomputed-from-a-users-seed",
+        about="A block that seeds torch's generators draws other masks in backward than in forward.",
+        file="parallel/model/rng_streams.py",
+        old="begin if restored else None",
+        new="None",
+        tests=(_STATE,),
+    ),
 )

@@ -131,6 +131,20 @@ class InMode(nn.Module):
         return out
 
 
+class Seeded(nn.Module):
+    """Dropout from a seed of the user's, after a layer at whose end the engine seeds by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            out: Tensor = x + self.drop(torch.tanh(self.mix(x)))
+        return out
+
+
 class Block(nn.Module):
     """Three parts; ``own``: the code of the block recomputes them itself."""
 
@@ -176,6 +190,7 @@ class Words(nn.Module):
         (Writing, "1.reads", None),
         (Written, "1.down", "selective"),
         (InMode, "1.two", "full"),
+        (Seeded, "1", "full"),
     ],
 )
 def test_units_are_recomputed_with_the_state_of_their_forward(
