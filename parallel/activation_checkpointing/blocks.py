@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +35,12 @@ from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 CPU = torch.device("cpu")
+_ENABLED: Mapping[SDPBackend, Callable[[], bool]] = MappingProxyType({
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+})  # fmt: skip
 Again = Callable[[], Callable[[], AbstractContextManager[None]]]
 """Called in the forward of a block; returns the context in which this block runs again."""
 
@@ -349,22 +356,30 @@ class _GivenTensors:
 
 
 def _in_mode_of_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``inner`` to repeat its call in the function modes of the first one, such as the watch of a first forward.
+    """Wraps ``inner`` to repeat its call in the function modes of the first one, such as the watch of a first forward,
+    and with its attention backends (``torch.nn.attention.sdpa_kernel``).
 
     Layers leave their own products to torch where a mode watches, and a recomputation has to save what the forward
     has saved.
     """
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    if not modes:
+    if torch.compiler.is_compiling():
         return inner
+    modes, backends = _get_current_function_mode_stack(), _attention_backends()  # type: ignore[no-untyped-call]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as entered:
             for mode in modes if not torch._C._len_torch_function_stack() else ():
                 entered.enter_context(mode)
+            if backends and _attention_backends() != backends:
+                entered.enter_context(sdpa_kernel(backends))
             return inner(*args, **kwargs)
 
     return run
+
+
+def _attention_backends() -> list[SDPBackend]:
+    """Returns the backends that ``scaled_dot_product_attention`` may use now."""
+    return [backend for backend, enabled in _ENABLED.items() if enabled()]
 
 
 def _asked(name: str) -> Sequence[Operator]:

@@ -73,4 +73,12 @@ RECOMPUTED_UNITS = (
         new="None",
         tests=(_STATE,),
     ),
+    Fault(
+        name="recomputed-with-other-attention",
+        about="A recomputed block chooses its attention backend without the user's sdpa_kernel around it.",
+        file="parallel/activation_checkpointing/blocks.py",
+        old="                entered.enter_context(sdpa_kernel(backends))\n",
+        new="                pass\n",
+        tests=(_STATE,),
+    ),
 )

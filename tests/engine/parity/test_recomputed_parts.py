@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -145,6 +146,32 @@ class Seeded(nn.Module):
         return out
 
 
+class Attention(nn.Module):
+    """Attention of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.mix(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        out: Tensor = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(-2)
+        return out
+
+
+class InBackend(nn.Module):
+    """Attention for which the code around it chooses the backend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.down = Attention(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            out: Tensor = x + self.down(self.attention(x))
+        return out
+
+
 class Block(nn.Module):
     """Three parts; ``own``: the code of the block recomputes them itself."""
 
@@ -191,6 +218,7 @@ class Words(nn.Module):
         (Written, "1.down", "selective"),
         (InMode, "1.two", "full"),
         (Seeded, "1", "full"),
+        (InBackend, "1.down", "full"),
     ],
 )
 def test_units_are_recomputed_with_the_state_of_their_forward(
