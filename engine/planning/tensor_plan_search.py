@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from engine.errors import PlanError, first_line
 from engine.parallel.model.name_patterns import is_inside, starred
 from engine.parallel.model.side_effects import restoring_state
-from engine.parallel.model.torch_checkpoint import open_checkpoints, spread_checkpoints
+from engine.parallel.model.torch_checkpoint import CheckpointedRegion, open_checkpoints, spread_checkpoints
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters, GradientSparsity
 from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
@@ -181,7 +181,7 @@ class _InTheOpen:
     """Checkpoint handler that runs every region without recomputation."""
 
     inside: bool = False
-    regions: list[dict[str, Any]] = field(default_factory=list)
+    regions: list[CheckpointedRegion] = field(default_factory=list)
 
 
 @contextmanager
