@@ -1,12 +1,16 @@
 """Module that the training loop of another library calls in place of the model."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_folders import retain
 from engine.engine import Engine
+from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.tensor.logits.sharded_logits import gather_logits
 from engine.program.forward_inputs import batch_of_call
 from engine.program.program import outside_inference_mode
@@ -110,3 +114,12 @@ def row_shares(batch: Mapping[str, Any], rows: int, shifts: bool) -> Tensor:
         if counts.any():
             return counts / counts.sum()
     return torch.full((rows,), 1 / max(rows, 1))
+
+
+def remove_earlier_saves(trained: Engine, saved: Path) -> None:
+    """Deletes the engine's other checkpoints beside ``saved``, which earlier saves of a loop under the same name have
+    left. Collective; a failure on rank 0 raises EngineError on all ranks.
+    """
+    with all_or_none(trained.comm, trained.device, f"could not remove an earlier save from {saved.parent.parent}"):
+        if trained.grid.rank == 0:
+            retain(Files(), saved.parent, 1)

@@ -19,16 +19,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from engine.api import initialize
-from engine.checkpoint.format.filesystem import Files
-from engine.checkpoint.format.step_folders import retain
 from engine.config import ConfigSource, load_raw
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError, EngineError
 from engine.hosting.arguments import conflict
-from engine.hosting.hosted_model import HostedModel
+from engine.hosting.hosted_model import HostedModel, remove_earlier_saves
 from engine.hosting.loop_settings import of_accelerator, part_rows
 from engine.huggingface.accelerator import EngineAccelerator, HostedScheduler
-from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.world import read_world
 from engine.program.batch_rows import Name
 
@@ -66,9 +63,7 @@ class SavedState(EngineAccelerator):
             hook(models, [], folder)
         client = {_STEP: self.step, _RANKS: self.num_processes}
         saved = self.trained.save_checkpoint(Path(folder, _STATE), client).wait()
-        with all_or_none(self.trained.comm, self.trained.device, f"could not remove an earlier save from {folder}"):
-            if self.grid.rank == 0:
-                retain(Files(), saved.parent, 1)
+        remove_earlier_saves(self.trained, saved)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:

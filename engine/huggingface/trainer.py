@@ -329,7 +329,8 @@ class Trainer(TrlLoop):
             placed = initialize(model, config, loss, example, optimizer, inputs=inputs, whole=self._whole)
         rows = {name: _rows(getattr(self, name)) for name in ("train_dataset", "eval_dataset")}
         refuse_unlike(self.args, rows, placed.comm, placed.device)
-        shifts = True if self._loss_shifts_labels else None if getattr(model, "loss_type", None) is None else False
+        known = self._loss_shifts_labels or getattr(model, "loss_type", None) is not None
+        shifts = self._loss_shifts_labels if known else None
         return HostedModel(placed, whole_steps=self.accelerator.whole_steps, shifts=shifts)
 
     def _example(self) -> Any:

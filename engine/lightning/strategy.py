@@ -22,15 +22,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from engine.api import initialize
-from engine.checkpoint.format.filesystem import Files
-from engine.checkpoint.format.step_folders import retain
 from engine.config import Config, ConfigSource, load_raw
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError, EngineError
 from engine.hosting.arguments import conflict
-from engine.hosting.hosted_model import HostedModel
+from engine.hosting.hosted_model import HostedModel, remove_earlier_saves
 from engine.hosting.loop_settings import move_others, of_lightning, part_rows, replace_child, trained_child
-from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.grid import Grid
 from engine.program.batch_rows import Name
 
@@ -310,9 +307,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         saved = self.engine.save_checkpoint(Path(filepath, _STATE)).wait()
         host = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         super().save_checkpoint(host | {_STEP: saved.name}, Path(filepath, _HOST), storage_options)
-        with all_or_none(self.engine.comm, self.engine.device, f"could not remove an earlier save from {filepath}"):
-            if self.is_global_zero:  # of the same name, such as last.ckpt
-                retain(Files(), saved.parent, 1)
+        remove_earlier_saves(self.engine, saved)  # of the same name, such as last.ckpt
 
     def _whole_state(self) -> dict[str, Tensor]:
         """Returns the LightningModule's state on rank 0, with names as without the engine. Collective."""

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engine.parallel.model.torch_checkpoint import RESTORES
-
 Result = TypeVar("Result")
 _LEFT = frozenset((*vars(nn.Module()), "forward")) - {"training"}
 """Attributes of modules that are torch's, or the slot of the engine's patches."""
@@ -76,7 +74,6 @@ class BlockState:
             finally:
                 state.leave(before)
 
-        vars(run)[RESTORES] = True
         return run
 
     def run_twice(self, first: Callable[[], Any], second: Callable[[], Result], arguments: tuple[Any, ...]) -> Result:

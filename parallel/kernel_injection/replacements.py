@@ -44,7 +44,7 @@ from engine.parallel.kernel_injection.equivalence import (
     twin,
 )
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer, through_class, with_global
-from engine.parallel.tensor.deferred_linear import is_linear, only_argument
+from engine.parallel.tensor.deferred_linear import is_linear, only_argument, set_outside
 from engine.parallel.tensor.layers.linear import has_plain_forward
 
 _NORM_SCALES = (1.0, 1e-3, 1e2, 0.0)
@@ -388,16 +388,14 @@ def _calling(found: ActivatedLinear) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         pair = [self._modules[found.linear], self._modules[found.act]]
-        before = [getattr(each, _OUTSIDE, None) for each in pair]
+        before: list[Any] = [getattr(each, _OUTSIDE, None) for each in pair]
         if None in before:  # one of the two has been replaced since, so that the other computes alone
             return type(self).forward(self, *args, **kwargs)
         try:
-            for each in pair:
-                object.__setattr__(each, _OUTSIDE, False)
+            set_outside(pair, (False, False))
             return type(self).forward(self, *args, **kwargs)
         finally:
-            for each, value in zip(pair, before, strict=True):
-                object.__setattr__(each, _OUTSIDE, value)
+            set_outside(pair, before)
 
     return through_class(forward)
 

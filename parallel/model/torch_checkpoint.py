@@ -17,13 +17,9 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 Function = Callable[..., Any]
 _GENERATOR = "_checkpoint_without_reentrant_generator"
-
-
-RESTORES = "_restores_state"
-"""Attribute of the function of a region that sets the state of its modules back before it recomputes them."""
 AGAIN = "_runs_again"
-"""Attribute of the same function: what is called in the forward of each unit, and returns the context of its
-recomputation, or None.
+"""Attribute of the function of a block that the engine recomputes, with the state of its forward: what is called in the
+forward of each unit, and returns the context of its recomputation, or None.
 """
 ENDS = "_ends_run"
 """Attribute of the ``context_fn`` of a region: function called with the output of each unit at the end of its first
@@ -91,7 +87,7 @@ def spread_checkpoints(run: Regions) -> Iterator[None]:
             yield from original(function, preserve, context_fn, *rest, **kwargs)
             return
         options = {"preserve_rng_state": preserve, "context_fn": context_fn}
-        run.regions.append(CheckpointedRegion(options, hasattr(function, RESTORES), getattr(function, AGAIN, None)))
+        run.regions.append(CheckpointedRegion(options, hasattr(function, AGAIN), getattr(function, AGAIN, None)))
         try:
             yield
         finally:

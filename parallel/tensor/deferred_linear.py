@@ -225,15 +225,16 @@ def fused_as_first(module: nn.Module, forward: Callable[..., Any]) -> Callable[.
     def run(*args: Any, **kwargs: Any) -> Any:
         before = [each.tensor_outside for each in marked]
         try:
-            _mark(marked, first)
+            set_outside(marked, first)
             return forward(*args, **kwargs)
         finally:
-            _mark(marked, before)
+            set_outside(marked, before)
 
     return run
 
 
-def _mark(modules: Sequence[nn.Module], outside: Sequence[bool]) -> None:
+def set_outside(modules: Sequence[nn.Module], outside: Sequence[bool]) -> None:
+    """Sets ``tensor_outside`` of each module of fused pairs: False while the forward of the pair's owner runs."""
     for each, value in zip(modules, outside, strict=True):
         object.__setattr__(each, "tensor_outside", value)
 

@@ -29,8 +29,8 @@ RECOMPUTED_UNITS = (
         name="units-recomputed-outside-their-owner",
         about="A layer that a unit of the user's own checkpoint runs again leaves the fused activation out.",
         file="parallel/tensor/deferred_linear.py",
-        old="            _mark(marked, first)\n",
-        new="            _mark(marked, before)\n",
+        old="            set_outside(marked, first)\n",
+        new="            set_outside(marked, before)\n",
         tests=(_STATE,),
     ),
     Fault(
